@@ -1,7 +1,7 @@
-"""The command line ``python -m glm46 VERB``: finds the verb, calls it, and turns its end into an exit code.
+"""The command line ``python -m glm46 VERB``: finds the verb, calls it, and turns its result into an exit code.
 
-Each verb is one module of `glm46.commands` and is imported only when it is called, so bad input is refused before
-torch is imported.
+Each verb is one module of `glm46.commands` and is imported only when it is called, so bad input is refused before torch
+is imported.
 """
 
 import errno
@@ -22,14 +22,14 @@ _EXIT_INTERRUPTED = 130
 _WORK_IN_ANY_ENVIRONMENT = ("plan", "schema", "init")
 """Verbs that run without comparing the installed packages with pyproject.toml."""
 _WRITE_MORE_THAN_OUTPUT = ("launch", "train", "ablate", "prepare", "convert")
-"""Verbs whose work is cut off when the reader of the output closes the pipe."""
+"""Verbs that stop before their work is done when the reader of the output closes the pipe."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code.
+    """Run one verb and return its exit code.
 
-    Exit codes of all verbs: 0 done; 2 a mistake of the user, printed without a traceback; 130 Ctrl-C; 141 the reader of
-    the output closed the pipe and work was cut off. Verbs add their own (`launch_command`, `checkpoint_command`).
+    Exit codes of all verbs: 0 done; 2 a user error, printed without a traceback; 130 Ctrl-C; 141 the reader of the
+    output closed the pipe before the work was done. Verbs add their own (`launch_command`, `checkpoint_command`).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None if the shell closed it: >&-
                 sys.stdout.flush()
     except UserError as error:
-        wait_if_ending()  # it may follow from processes that were just killed
+        wait_if_ending()  # the error may be a consequence of processes that were just killed
         for fault in error.faults:
             print(f"error: {fault}", file=sys.stderr)
         return error.exit_code
@@ -97,8 +97,9 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _end_without_output(argv: Sequence[str]) -> int:
-    """Exit code of a verb whose output has no reader any more, such as `| head`: 0 if the output is its only work."""
-    # Otherwise the interpreter writes the rest of the output at exit, and fails with an exit code of its own.
+    """Return the exit code after the output has lost its reader, such as `| head`: 0 if output is all that the verb
+    does."""
+    # Otherwise the interpreter flushes the rest of the output at exit, fails, and sets its own exit code.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    is_cut_off = argv[0] in _WRITE_MORE_THAN_OUTPUT and not _asks_for_help(argv)
-    return EXIT_BROKEN_PIPE if is_cut_off else 0
+    is_incomplete = argv[0] in _WRITE_MORE_THAN_OUTPUT and not _asks_for_help(argv)
+    return EXIT_BROKEN_PIPE if is_incomplete else 0

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 import threading
 import time
 import warnings
@@ -26,11 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
 set_group_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-"""(timeout, group): of all later operations of a process group, on all its backends. Public since torch 2.14."""
+"""Set the timeout of all later operations of a process group, on all its backends. Public since torch 2.14.
+
+Arguments: timeout, group.
+"""
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a process group, which torch does not tell; None of a group that sends nothing, torch's fake."""
+    """Return the timeout of a process group, for which torch has no public name; None for torch's fake group."""
     options = group._get_backend(torch.device("cpu")).options
     return None if options is None else options._timeout
 
@@ -66,14 +70,14 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def empty_groups(offsets: Tensor) -> Tensor:
-    """True for each group without rows, bool [E, 1, 1]; ``offsets`` [E] is the running sum of the sizes."""
+    """Return True for each group without rows, bool [E, 1, 1]; ``offsets`` [E] is the running sum of the sizes."""
     return (offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
-@torch.compiler.assume_constant_result  # read while a layer is compiled, whose graph cannot hold the question
+@torch.compiler.assume_constant_result  # a compiled layer calls it, and its graph cannot contain the check
 def gradients_of_empty_groups_are_undefined(device: torch.device) -> bool:
-    """True where the grouped product [I, N] x [N, O] writes nothing for an empty group: CUTLASS before its pull request
-    2746, on compute capability 10.x (pytorch issue 172439). Multiplies once and reads the result."""
+    """Return True if the grouped product [I, N] x [N, O] writes nothing for an empty group: CUTLASS before its pull
+    request 2746, on compute capability 10.x (pytorch issue 172439). Multiplies once and reads the result."""
     return _leaves_empty_groups(device)
 
 
@@ -112,9 +116,9 @@ class RowwiseKernels:
         if has_triton():
             self._round_transposed = float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
 
-    def forms(self, weight_EOI: Tensor, of_backward: bool) -> tuple[Tensor, ...]:
+    def forms(self, weight_EOI: Tensor, for_backward: bool) -> tuple[Tensor, ...]:
         """See `GroupedKernels.forms`."""
-        kernel = self._round_transposed if of_backward else self._kernels.triton_fp8_colwise_3d_scale_and_cast
+        kernel = self._round_transposed if for_backward else self._kernels.triton_fp8_colwise_3d_scale_and_cast
         values, scales = kernel(weight_EOI.transpose(1, 2), output_dtype=_E4M3, round_scales_to_power_of_2=True)
         return values, scales.squeeze(1).reciprocal()
 
@@ -142,8 +146,8 @@ def _scaled_grouped_mm(
 
 
 def mxfp8_grouped_mm() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The grouped product of operands that it rounds to MXFP8, in the dtype of the first one, with gradients, for GPUs
-    of compute capability 10.x. torchao has it only as a private function of a prototype.
+    """Return the grouped product that rounds its operands to MXFP8, in the dtype of the first operand, with gradients,
+    for GPUs of compute capability 10.x. torchao has it only as a private function of a prototype.
 
     Returns:
         A function of x [N, I], rows sorted by group, in multiples of 32; weight [E, O, I]; and offsets, int32 [E], the
@@ -162,9 +166,10 @@ def mxfp8_grouped_mm() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @contextlib.contextmanager
 def _tuned_once() -> Iterator[None]:
-    """Inside of it, `triton.autotune` ignores keys that the kernel does not have as arguments, as before Triton 3.9,
-    and the number of rows of kernels for groups of rows: each step has another one with expert parallelism, and would
-    time the forms of such a kernel again. It times four of the 36: all took more than 90 s of a first step (H100)."""
+    """Let `triton.autotune` ignore keys that the kernel does not have as arguments, as before Triton 3.9, and the
+    number of rows in kernels for groups of rows: with expert parallelism this number changes each step, and each change
+    would time the configurations of such a kernel again. It times four of the 36 configurations: all of them took more
+    than 90 s of a first step (H100)."""
     if not has_triton():
         yield
         return
@@ -188,32 +193,32 @@ def _tuned_once() -> Iterator[None]:
 
 
 def shard_gathered_in_fp8(weight: Tensor) -> Tensor | None:
-    """The tensor that FSDP2 holds of a weight that it gathers in FP8, as torchao wraps it; None of other weights.
-    `DTensor.to_local` gives another object with its memory."""
+    """Return FSDP2's shard of a weight that it gathers in FP8, as torchao wraps it; None for other weights.
+    `DTensor.to_local` returns another object with the same memory."""
     shard = getattr(weight, "_local_tensor", None)
     return shard if hasattr(shard, "_precomputed_scale") else None
 
 
 def give_fp8_scale(shard: Any, scale: Tensor | None) -> None:
-    """The scale [] that gathers of such a shard use; None: each gather computes it, with a collective.
+    """Set the scale [] that gathers of such a shard use; None to let each gather compute it, with a collective.
 
-    torchao sets it only for the layers of its own class, over all ranks that share a matrix, those of tensor
-    parallelism too (`precompute_float8_dynamic_scale_for_fsdp`).
+    torchao sets it only for the layers of its own class, over all ranks that share a matrix, including ranks of tensor
+    parallelism (`precompute_float8_dynamic_scale_for_fsdp`).
     """
     shard._precomputed_scale = scale
 
 
 def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """FP32 product of BF16 matrices. A GPU makes it without FP32 copies of them; no other device has the operator, and
-    its derivative is not in torch."""
+    """Multiply BF16 matrices with a result in FP32. A GPU needs no FP32 copies of them; other devices do not have the
+    operator, and torch does not have its derivative."""
     if a.device.type in ("cuda", "meta"):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def add_mm_in_fp32(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """FP32 ``total``, in place, plus the product of matrices; without a total, the product. A GPU sums BF16 products in
-    FP32 itself: no result in BF16 is written, read and rounded."""
+    """Add the product of matrices to FP32 ``total``, in place; without a total, return the product. A GPU sums BF16
+    products in FP32: no result in BF16 is written, read and rounded."""
     if a.dtype == torch.float32:
         return a @ b if total is None else total.addmm_(a, b)
     if a.device.type not in ("cuda", "meta"):
@@ -227,7 +232,8 @@ def add_mm_in_fp32(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 _varlen_attn: Any = varlen_attn  # with arguments that are new in 2.12
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
+"""Argument for fewer key heads than query heads, which torch 2.11 does not need. A constant, because compiled layers
+read it."""
 
 
 def varlen_attention(
@@ -238,44 +244,66 @@ def varlen_attention(
 
 
 class DispatchMode(TorchDispatchMode):
-    """Its ``__torch_dispatch__`` sees each operator in its context, also those of code that stays compiled there."""
+    """A mode whose ``__torch_dispatch__`` receives each operator in its context, including operators of compiled
+    code."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Asked by `torch.compile`, which else runs a function in its context uncompiled."""
+        """Let functions stay compiled in this mode: `torch.compile` calls this, and by default runs them uncompiled."""
         return True
 
 
 VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default
-"""The operator behind `varlen_attn`; its result is saved by selective activation checkpointing."""
+"""The operator that `varlen_attn` calls; selective activation checkpointing saves its result."""
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp [heads, queries] of the flash kernel behind `varlen_attn`, which gives no gradient that
-    follows from the log-sum-exp over other keys too."""
+    """Return result and log-sum-exp [heads, queries] of the flash kernel that `varlen_attn` calls, whose own gradient
+    does not account for a log-sum-exp over further keys."""
     sizes = cu_seq_q, cu_seq_k, max_q, max_k, 0.0, causal
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
     return out, log_sum
 
 
 def flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
-    max_q: int, max_k: int, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v of `flash_attention`."""
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `flash_attention`."""
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sum, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, causal, no_dropout,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        log_sum,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        0.0,
+        causal,
+        no_dropout,
         torch.empty(0, dtype=torch.uint64, device=q.device),
-    )  # fmt: skip
+    )
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`plain_attention` by torch's CPU kernel.
+    """Compute `plain_attention` by torch's CPU kernel.
 
-    An operator behind `F.scaled_dot_product_attention`, which keeps the mask of every call for backward.
+    Calls the operator directly: `F.scaled_dot_product_attention` would keep the mask of every call for backward.
     """
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, attn_mask=added_mask(mask, q.dtype).unsqueeze(1)
@@ -286,14 +314,14 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor
 def cpu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`plain_attention_backward` by torch's CPU kernel."""
+    """Compute `plain_attention_backward` by torch's CPU kernel."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, log_sum, 0.0, False, attn_mask=added_mask(mask, q.dtype).unsqueeze(1)
     )
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask that attention adds to the scores: 0 where the mask is true, -inf elsewhere."""
+    """Return the mask that attention adds to the scores: 0 where the mask is true, -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -303,6 +331,48 @@ def let_backward_run_twice() -> None:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
+
+
+def publish_compiled_files_whole() -> None:
+    """Let Inductor's C++ builds appear in its cache only when they are complete.
+
+    By itself the compiler writes to the final name: a process that is killed leaves half a file there, which every
+    later process takes. Precompiled headers get a folder of their own, because half a header cannot be recognized.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import CppBuilder
+
+    if hasattr(CppBuilder.build, "__wrapped__"):
+        return  # it is replaced already
+    build = CppBuilder.build
+
+    @functools.wraps(build)
+    def build_whole(builder: CppBuilder) -> None:
+        target = builder.get_target_file_path()
+        output = builder._output
+        if target not in output:
+            build(builder)
+            return
+        partial = f"{target}.{os.getpid()}.{threading.get_ident()}.partial"
+        builder._output = output.replace(target, partial)
+        try:
+            build(builder)
+            Path(partial).replace(target)
+        finally:
+            builder._output = output
+            Path(partial).unlink(missing_ok=True)
+
+    CppBuilder.build = build_whole  # type: ignore[method-assign, assignment]  # replaced on purpose
+    headers = f"{codecache._HEADER_DIR}_glm46"
+    codecache._HEADER_DIR = headers
+    codecache._HEADER_LOCK_DIR = f"{headers}/locks"
+
+
+def compiled_code_folders() -> set[Path]:
+    """Return the folders of Inductor's cache on this machine."""
+    from torch._inductor import codecache
+
+    return {Path(codecache.cache_dir()), Path(codecache._HEADER_DIR)}
 
 
 def let_size_vary(tensor: Tensor, dim: int) -> None:
@@ -318,13 +388,14 @@ def let_longest_run_vary() -> None:
     first number, and again for any when it changes. Integers can be marked only by name."""
     import torch.compiler.config
 
-    config, names = torch.compiler.config, r".*\.max_[qk]$"
+    config = torch.compiler.config
+    names = r".*\.max_[qk]$"
     if names not in config.dynamic_sources.split(","):
         config.dynamic_sources = ",".join(filter(None, [config.dynamic_sources, names]))
 
 
 def let_layers_compile(times: int) -> None:
-    """Let `torch.compile` make code for one function so many times. Beyond 8, torch's number, a whole graph raises."""
+    """Let `torch.compile` compile one function this many times. By default a whole graph raises after 8 times."""
     import torch._dynamo.config
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, times)
@@ -354,7 +425,8 @@ def start_exchange(
 
     Args:
         is_kept: True sends by a private operator of torch's compiler back end, whose result selective checkpointing
-            keeps. A recomputation finds it by the number of the call, so rows that it leaves out take another operator.
+            keeps. A recomputation finds it by the number of the call, so rows that it skips are sent by another
+            operator.
     """
     if is_kept:
         return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name), None
@@ -363,7 +435,7 @@ def start_exchange(
 
 
 def wait_for_exchange(arriving: Tensor, work: dist.Work | None) -> Tensor:
-    """Wait for what `start_exchange` returned. On a GPU the stream waits, not the host."""
+    """Wait for the rows of `start_exchange`, and return them. On a GPU the stream waits, not the host."""
     began = time.perf_counter()
     if work is None:
         arrived = torch.ops._c10d_functional.wait_tensor(arriving)
@@ -375,18 +447,19 @@ def wait_for_exchange(arriving: Tensor, work: dist.Work | None) -> Tensor:
 
 
 def gather_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks along a dimension, as operators of a compiled graph. Inductor may join them with the
-    product that reads them (`_micro_pipeline_tp`). Differentiable. torch has such operators in a private module."""
+    """Concatenate the tensors of all ranks along a dimension, by operators of a compiled graph. Inductor may join them
+    with the product that reads them (`_micro_pipeline_tp`). Differentiable. torch has such operators in a private
+    module."""
     return _functional_collectives.all_gather_tensor_autograd(x, dim, group)
 
 
 def scatter_sum_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, of which each gets its part along a dimension; see `gather_in_graph`."""
+    """Sum over ranks, and return this rank's part of the sum along a dimension; see `gather_in_graph`."""
     return _functional_collectives.reduce_scatter_tensor_autograd(x, "sum", dim, group)
 
 
 def sum_in_graph(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, without a gradient; see `gather_in_graph`."""
+    """Sum over ranks, without a gradient; see `gather_in_graph`."""
     return _functional_collectives.all_reduce(x, "sum", group)
 
 
@@ -409,7 +482,7 @@ EXCHANGE_OPERATOR = torch.ops._c10d_functional.all_to_all_single.default
 
 
 def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
-    """A DTensor over ``local`` with the mesh and placements of ``like``, on the device of ``local``.
+    """Return a DTensor over ``local`` with the mesh and placements of ``like``, on the device of ``local``.
 
     `DTensor.from_local` would move a host tensor to the GPU of the mesh. FSDP2's offload calls the constructor too.
 
@@ -421,16 +494,17 @@ def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
 
 
 def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
-    """Euclidean norm of each tensor, in few kernels on a GPU. `get_total_norm` rounds to the type of the tensors."""
+    """Return the Euclidean norm of each tensor, in few kernels on a GPU. `get_total_norm` rounds to the type of the
+    tensors."""
     return torch._foreach_norm(tensors, 2, dtype=torch.float32)
 
 
 def multiply_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each tensor by a scalar on the CPU, in one kernel on a GPU for each dtype. Devices may differ."""
-    alike: dict[tuple, list[Tensor]] = {}
+    by_kind: dict[tuple, list[Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for same in alike.values():  # a mixed list is multiplied one by one
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for same in by_kind.values():  # a mixed list is multiplied one by one
         torch._foreach_mul_(same, factor)
 
 
@@ -458,7 +532,7 @@ WAITING = _timed_wait.__code__
 
 
 def own_clock() -> float:
-    """Seconds of a clock that stops while this thread waits on the host for a collective.
+    """Return the seconds of a clock that stops while this thread waits on the host for a collective.
 
     Torch offers no such clock. FSDP and torch.distributed wait in one method, `Work.wait`; the first call patches it.
     Collectives on a GPU block its stream, not the host, and do not stop this clock.
@@ -469,47 +543,23 @@ def own_clock() -> float:
 
 
 def clone_store() -> dist.Store:
-    """A second connection to the store of the default process group, for use in another thread. The store has no public
-    name, and the types of torch 2.13 do not know its method."""
+    """Return a second connection to the store of the default process group, for use in another thread. The store has no
+    public name, and the types of torch 2.13 do not have its method."""
     return cast(Any, dist.distributed_c10d._get_default_store()).clone()
 
 
-@contextlib.contextmanager
-def torchrun_starts(start: Callable[[tuple[str, ...], dict[str, str]], Any]) -> Iterator[None]:
-    """Let torchrun start processes by this function, which takes a command and all variables and returns what has
-    `pid`, `poll` and `wait` of `subprocess.Popen`. Torchrun has no public way to fork commands.
-
-    Such a process may have another parent, which has waited for it before `poll` says so: torchrun's signal to it would
-    end torchrun.
-    """
-    from torch.distributed.elastic.multiprocessing import subprocess_handler
-
-    handler: Any = subprocess_handler.SubprocessHandler
-    before = handler._popen, handler.close
-
-    def close(self: Any, *arguments: Any, **named: Any) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            before[1](self, *arguments, **named)
-
-    handler._popen, handler.close = lambda _, command, variables: start(command, variables), close
-    try:
-        yield
-    finally:
-        handler._popen, handler.close = before
-
-
 def flight_recorders() -> dict[str, str]:
-    """Collectives that this process has started, as JSON, by backend: gloo and NCCL write into recorders of their own.
-    They are only in a private module; TORCH_FR_BUFFER_SIZE turns them on."""
+    """Return the collectives that this process has started, as JSON, by backend: gloo and NCCL have separate recorders,
+    in a private module. TORCH_FR_BUFFER_SIZE turns them on."""
     dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-    found = {backend: getattr(torch._C._distributed_c10d, name, None) for backend, name in dumps.items()}
-    traces = {backend: dump() for backend, dump in found.items() if dump is not None}
+    recorders = {backend: getattr(torch._C._distributed_c10d, name, None) for backend, name in dumps.items()}
+    traces = {backend: dump() for backend, dump in recorders.items() if dump is not None}
     return {backend: trace.decode() if isinstance(trace, bytes) else trace for backend, trace in traces.items()}
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager:
-    """A range of this name in the trace of a profiler that is recording now; else nothing, at no cost. Whether one is
-    recording has no public name."""
+    """Return a context that is a range of this name in the trace of a recording profiler, and costs nothing without
+    one. torch has no public name for the state of the profiler."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
@@ -525,7 +575,7 @@ def write_memory_snapshot(path: Path) -> None:
 
 
 def can_pack() -> bool:
-    """True if this torch has oneDNN, which `pack_weight` needs."""
+    """Return True if this torch has oneDNN, which `pack_weight` needs."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -538,7 +588,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with a weight from `pack_weight`."""
+    """Compute `F.linear` with a weight from `pack_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 

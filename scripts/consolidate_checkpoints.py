@@ -19,8 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from glm46.config.errors import UserError  # noqa: E402
-from glm46.operate.launch.host_group import CONNECTIONS, HostAnswer, HostGroup  # noqa: E402
 from glm46.operate.launch.hostfile import Host, read_hostfile  # noqa: E402
+from glm46.operate.launch.ssh_hosts import CONNECTIONS, HostAnswer, run_on_hosts  # noqa: E402
 from glm46.storage.checkpoint.gathering import (  # noqa: E402
     NodePart,
     copy_part,
@@ -130,7 +130,8 @@ def _drive(arguments: argparse.Namespace) -> None:
         if hosts == [None]:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             return [_answer(HostAnswer(done.returncode, done.stdout, done.stderr))]
-        return list(map(_answer, HostGroup(arguments.connect).run(hosts, [shlex.join(command)] * len(hosts), _SECONDS)))
+        commands = [shlex.join(command)] * len(hosts)
+        return list(map(_answer, run_on_hosts(hosts, commands, _SECONDS, arguments.connect)))
 
     listed = ask("list", hosts)
     parts = {host: [NodePart(**part) for part in one.get("parts", [])] for host, one in zip(hosts, listed, strict=True)}

@@ -28,14 +28,14 @@ has_everything() {
 # find_base_python: print the newest Python that glm46 supports and that can make environments.
 find_base_python() {
     local candidate
-    for candidate in python3.13 python3.12 python3.11 python3.10 python3 python; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+    for candidate in python3.13 python3.12 python3.11 python3 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
             >/dev/null 2>&1; then
             echo "$candidate"
             return
         fi
     done
-    echo "error: no Python 3.10 to 3.13 with the modules venv and ensurepip on PATH. Install one (on Debian and Ubuntu:" \
+    echo "error: no Python 3.11 to 3.13 with the modules venv and ensurepip on PATH. Install one (on Debian and Ubuntu:" \
         "apt-get install python3 python3-venv), or activate an environment that has one." >&2
     return 2
 }

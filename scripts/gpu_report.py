@@ -234,13 +234,42 @@ def _race(names: list[str], is_dry: bool) -> Result:
 
 
 def profile(folder: Path, is_dry: bool) -> Result:
-    """Time and FLOPs by kind of module in a step of training."""
+    """Return the FLOPs by kind of module, and the optimizer's share, of a step of training whose trace is kept."""
     overrides = ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "4" if is_dry else str(STEPS)]
     trained = _train("profile", folder, is_dry, overrides)
-    (table,) = folder.glob("profile/profile_traces/*/rank0_modules.json")
-    profiled = json.loads(table.read_text())
-    optimizer = sum(row["ms"] for row in profiled["rows"] if row["kind"] == "optimizer")
-    return trained | {"optimizer_share": optimizer / profiled["step_ms"], "profile": profiled}
+    (table,) = folder.glob("profile/profile_traces/*/rank0_flops.json")
+    trace = json.loads(table.with_name("rank0_trace.json").read_text(), strict=False)
+    share = optimizer_share(trace["traceEvents"])
+    return trained | {"optimizer_share": share, "profile": json.loads(table.read_text())}
+
+
+def optimizer_share(events: list[dict[str, Any]]) -> float:
+    """Return the optimizer's share of the recorded step.
+
+    With ranges of a GPU both times are from its first to its last kernel in the range: the host's range ends when the
+    kernels are launched.
+    """
+    ranges: dict[str, list[dict[str, Any]]] = {"gpu_user_annotation": [], "user_annotation": []}
+    for event in events:
+        if event["ph"] == "X" and event.get("cat") in ranges:
+            ranges[event["cat"]].append(event)
+    for annotations in ranges.values():
+        optimizer = [event for event in annotations if event["name"] == "optimizer"]
+        steps = [event for event in annotations if event["name"].startswith("ProfilerStep#")]
+        if optimizer and steps:
+            return _covered(optimizer) / _covered(steps)
+    raise RuntimeError("the trace has no step with an optimizer")
+
+
+def _covered(events: list[dict[str, Any]]) -> float:
+    """Return the time in which at least one of these events ran. A GPU has a range for each stream."""
+    covered = 0.0
+    end = float("-inf")
+    for event in sorted(events, key=lambda event: event["ts"]):
+        stop = event["ts"] + event["dur"]
+        covered += max(stop - max(event["ts"], end), 0.0)
+        end = max(end, stop)
+    return covered
 
 
 def bf16(folder: Path, is_dry: bool) -> Result:
@@ -274,7 +303,7 @@ def training_config(name: str, folder: Path, is_dry: bool, overrides: list[str],
     }  # fmt: skip
     if is_dry:
         values["model"] = 'flavor = "debug"\nnum_hidden_layers = 2\nn_routed_experts = 4\nhidden_size = 64'
-        values["optimizer"] = 'ns_dtype = "float32"'
+        values["optimizer"] = ""
         values["training"] = 'steps = 4\nseq_len = 32\nmixed_precision_param = "float32"'
     file = folder / f"{name}.toml"
     file.write_text(TRAINING.format(**values))
@@ -306,10 +335,10 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
     from glm46.operate.estimate.muon_cost import muon_cost
     from glm46.operate.estimate.plan_sizes import step_tokens
     from glm46.operate.estimate.rank_parts import parts_of_ranks
+    from glm46.operate.launch.train_rank import train
     from glm46.run.flops import training_flops
     from glm46.run.plan import resolve_plan
     from glm46.storage.prepare.pipeline import prepare_run
-    from glm46.tasks.pretrain.task import train
 
     free = float("inf") if is_dry else torch.cuda.mem_get_info()[0]
     config = training_config(name, folder, is_dry, overrides, free)
@@ -329,7 +358,7 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
     planned = (memory.total - memory.process) / 2**30  # the allocator's peak leaves out the process too
     peak = means.get("memory_peak_gib/max")
     products = step_tokens(plan) * training_flops(plan.shape, config.training.seq_len, plan.document_tokens).total
-    muon = muon_cost(parts_of_ranks(plan)[0], plan.shape, plan.layout, config.optimizer).flops
+    muon = muon_cost(parts_of_ranks(plan)[0], plan.shape, plan.layout, config).flops
     return {
         "work": shape,
         **means,
@@ -573,17 +602,16 @@ def as_markdown(report: Result) -> str:
     if all(speeds):
         how = " (dry run: FP32, and FP8 emulated)" if report["is_dry"] else ""
         lines += ["", f"FP8 is {speeds[1] / speeds[0]:.2f} times as fast as BF16{how}."]
-    profiled = parts.get("profile", {}).get("result")
-    if profiled:
-        measured, floor = profiled["optimizer_share"], profiled["muon_share_of_flops"]
-        lines += [
-            "",
-            f"The optimizer takes {measured:.1%} of the profiled step. Its floor is {floor:.1%}, the share of ",
-        ]
-        lines[-1] += "Muon's products in the FLOPs of the step: what it takes if all products run at one rate."
     for name in ("bf16", "fp8"):
         over = parts.get(name, {}).get("result", {}).get("peak_over_plan")
         lines += [] if over is None else ["", f"{name}: the peak memory of tensors is {over:.1%} of the planned one."]
+    profiled = parts.get("profile", {}).get("result")
+    if profiled:
+        measured = profiled["optimizer_share"]
+        floor = profiled["muon_share_of_flops"]
+        sentence = f"The optimizer takes {measured:.1%} of the profiled step. Its floor is {floor:.1%}, the share of "
+        sentence += "Muon's products in the FLOPs of the step: what it takes if all products run at one rate."
+        lines += ["", sentence]
     peak = parts["machine"].get("result", {}).get("measured_peak_tflops")
     for name in ("benchmark", "benchmark_titan", "benchmark_compiled") if peak else ():
         for row in parts.get(name, {}).get("result", {}).get("rows", []):

@@ -86,7 +86,7 @@ DASHBOARDS = {
         _stat("Since the last step", "s", f"time() - training_last_step_timestamp_seconds{RUN}", "Or change of phase."),
         _stat("Left", "s", f"(training_tokens_budget{RUN} - training_tokens{RUN}) / training_tokens_per_second{RUN}"),
         _stat("Step", "short", f"training_step{RUN}"),
-        _stat("Restarts", "short", f"training_restarts_total{RUN}", "By this launcher."),
+        _stat("Starts in a day", "short", f"changes(training_start_timestamp_seconds{RUN}[1d])", "After the first."),
         _stat("Skipped steps", "short", f"training_skipped_steps_total{RUN}", "Of this process."),
         *SHOWN_PANELS,
         Panel("Tokens counted", "short", {

@@ -10,8 +10,8 @@ use_environment ""
 words=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --max-restarts | --nodes | --connect) shift ;;
-        --max-restarts=* | --nodes=* | --connect=*) ;;
+        --max-restarts) shift ;;
+        --max-restarts=*) ;;
         *) words+=("$1") ;;
     esac
     shift

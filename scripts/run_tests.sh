@@ -4,14 +4,14 @@
 #   scripts/run_tests.sh                      what every change needs: all but the tests that are marked thorough
 #   scripts/run_tests.sh --all                all tests
 #   scripts/run_tests.sh --fast               the first row of each unit and architecture test that is not marked slow
-#   scripts/run_tests.sh data model           the unit tests of these rooms (also: storage/data, or a wing: storage)
+#   scripts/run_tests.sh data model           the unit tests of these packages (also: storage/data, or a group: storage)
 #   scripts/run_tests.sh -k "tp2 and pp2" -x  any options, files and folders of pytest
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 . "$root/scripts/environment.sh"
 
-# The folder of the unit tests of a room, with or without its wing; nothing if there is none.
-room_folder() {
+# The folder of the unit tests of a package, with or without its group; nothing if there is none.
+package_folder() {
     local folder
     for folder in "$root/tests/unit/$1" "$root/tests/unit/"*"/$1"; do
         if [ -n "$1" ] && [ -d "$folder" ]; then
@@ -34,7 +34,7 @@ for argument in "$@"; do
             tests | tests/) side_by_side+=(tests/unit tests/architecture) alone+=(tests/ranks tests/gpu) ;;
             tests/*) side_by_side+=("$argument") ;;
             -*) options+=("$argument") ;;
-            *) folder=$(room_folder "$path")
+            *) folder=$(package_folder "$path")
                if [ -n "$folder" ]; then side_by_side+=("$folder"); else options+=("$argument"); fi ;;
         esac ;;
     esac

@@ -12,7 +12,7 @@
 # --prometheus-port, --alertmanager-port, --grafana-port, --node-exporter-port, --dcgm-exporter-port N
 # --bind ADDRESS   address that all of them listen on; 127.0.0.1, reach it by `ssh -L`
 # --webhook URL    where Alertmanager sends alerts
-# --folder DIR     configuration, data, logs and targets; outputs/monitoring
+# --folder DIR     configuration, data and logs; outputs/monitoring
 #
 # Ports, address and webhook of the last --start are kept in the folder, until the options state others.
 #
@@ -169,30 +169,17 @@ install_file() {
 
 write_files() {
     local deploy=$root/deploy/monitoring name
-    mkdir -p "$folder"/{.shipped,run,log,targets,nodes,gpus,textfile,data/{prometheus,alertmanager,grafana},dashboards,consoles} \
+    mkdir -p "$folder"/{.shipped,run,log,runs,nodes,gpus,textfile,data/{prometheus,alertmanager,grafana},dashboards} \
         "$folder"/provisioning/{datasources,dashboards}
     sed -e "s/127.0.0.1:9093/$reach:${port[alertmanager]}/; s/127.0.0.1:9100/$reach:${port[node-exporter]}/" \
         "$deploy/prometheus.yml" | install_file prometheus.yml
-    # The text of a runbook is beside the dashboards, where a link in an alert finds it.
-    sed "s#runbook: docs/monitoring.md#runbook: http://$reach:${port[prometheus]}/consoles/runbooks.html#" \
-        "$deploy/alerts.yml" | install_file alerts.yml
-    {
-        echo '<!doctype html><meta charset="utf-8"><title>Runbooks</title><pre style="white-space: pre-wrap">'
-        sed -e '/^### /,$!d' -e 's/&/\&amp;/g; s/</\&lt;/g; s/{{/[[/g; s|^### \(.*\)|<b id="\L\1\E">\1</b>|' \
-            "$root/docs/monitoring.md"
-    } | install_file consoles/runbooks.html
+    install_file alerts.yml <"$deploy/alerts.yml"
     install_file dcgm-counters.csv <"$deploy/dcgm-counters.csv"
     {
         cat "$deploy/alertmanager.yml"
         [ -z "$webhook" ] || printf '    webhook_configs: [{url: "%s"}]\n' "$webhook"
     } | install_file alertmanager.yml
     for name in "$deploy"/dashboards/*.json; do install_file "dashboards/$(basename "$name")" <"$name"; done
-    # Prometheus reads {{ in a console as a command of its template.
-    {
-        sed '/^DASHBOARDS$/,$d' "$deploy/console.html"
-        for name in "$folder"/dashboards/*.json; do sed 's/{{/[[/g' "$name" && echo ,; done
-        sed '1,/^DASHBOARDS$/d' "$deploy/console.html"
-    } | install_file consoles/glm46.html
     sed "s#http://127.0.0.1:9090#http://$reach:${port[prometheus]}#" "$deploy/grafana/datasource.yml" |
         install_file provisioning/datasources/datasource.yml
     sed "s#/var/lib/grafana/dashboards#$folder/dashboards#" "$deploy/grafana/dashboards.yml" |
@@ -275,8 +262,7 @@ name_empty_queries() {
 
 start_all() {
     start prometheus --config.file=prometheus.yml --storage.tsdb.path=data/prometheus \
-        --web.console.templates=consoles --web.listen-address="$bind:${port[prometheus]}"
-    [ -n "$dry" ] || echo "dashboards: http://$reach:${port[prometheus]}/consoles/glm46.html"
+        --web.listen-address="$bind:${port[prometheus]}"
     if [ -n "${program_of[alertmanager]}" ]; then
         start alertmanager --config.file=alertmanager.yml --storage.path=data/alertmanager \
             --web.listen-address="$bind:${port[alertmanager]}" --cluster.listen-address=
@@ -349,7 +335,7 @@ case $action in
         for one in prometheus alertmanager; do
             if [ -z "$dry" ] && runs "$one"; then kill -HUP "$(cat "$folder/run/$one.pid")"; fi
         done
-        [ -n "$dry" ] || echo "runs are found by their files in $folder/targets: --metrics.prometheus_port 9400"
+        [ -n "$dry" ] || echo "a run is found with --metrics.prometheus_port 9400; list others in $folder/runs"
         ;;
     stop)
         for one in "${programs[@]}"; do

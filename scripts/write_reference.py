@@ -21,6 +21,7 @@ from glm46.config.options import VERBS, VerbParser  # noqa: E402
 from glm46.config.schema import describe_keys  # noqa: E402
 from glm46.engine.observe.metrics import METRICS  # noqa: E402
 
+_PLANNED = re.compile(r"(?m)^# Planned on ([\d,]+) x (\w+): ([\d,]+) GiB")
 _MADE = "Written by `scripts/write_reference.py`; a test holds it current.\n"
 
 
@@ -118,7 +119,7 @@ def _metrics() -> str:
 
 
 def _recipes() -> str:
-    """One row for each shipped TOML file, with the first sentence of its head."""
+    """One row for each shipped TOML file, with the first sentence of its head and its planned memory."""
     rows = []
     for file in sorted((ROOT / "train_configs").glob("*.toml")):
         text = file.read_text(encoding="utf-8")
@@ -126,9 +127,15 @@ def _recipes() -> str:
         head = " ".join(line.removeprefix("# ") for line in text.partition("\n\n")[0].splitlines()[1:])
         start = table.get("checkpoint", {}).get("initial_load_path")
         what = re.split(r"\. |:? #", head)[0].rstrip(".")
-        rows.append((f"`{file.name}`", what, table["model"]["flavor"], f"`{start}`" if start else ""))
-    titles = ("file", "what it is", "model", "starts from")
-    return f"# Recipes\n\nThe TOML files of `train_configs`. {_MADE}\n{_table(titles, rows)}"
+        planned = _PLANNED.search(text)
+        gpus, gib = (f"{planned[1]} {planned[2]}", planned[3]) if planned else ("", "")
+        rows.append((f"`{file.name}`", what, table["model"]["flavor"], gpus, gib, f"`{start}`" if start else ""))
+    titles = ("file", "what it is", "model", "GPUs", "GiB of each", "starts from")
+    explained = (
+        "The TOML files of `train_configs`. GPUs and the memory of each are those of the recipe's plan "
+        "(`python -m glm46 plan`); files without them run on a CPU. "
+    )
+    return f"# Recipes\n\n{explained}{_MADE}\n{_table(titles, rows)}"
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -67,9 +67,10 @@ def children_of(process: int) -> list[int]:
 
 
 def is_rank(process: int) -> bool:
-    """True for a process that a server of ranks has forked as a rank."""
+    """True for a process that torchrun has started as a rank. Its children inherit its variables, not its session."""
     try:
-        return Path(f"/proc/{process}/comm").read_text().startswith("glm46-rank")
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return os.getsid(process) == process and any(word.startswith(b"LOCAL_RANK=") for word in variables)
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -1,5 +1,6 @@
 """``python -m glm46 ablate``: train the same run with different keys, one after the other, and compare them."""
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -13,27 +14,35 @@ from glm46.operate.launch.nodes import VARIABLES, detect_nodes
 
 
 def ablate_command(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code: 0 all runs are finished, 1 a run failed, of the launcher if it was stopped.
+    """Run the verb; returns the exit code: 0 all runs finished, 1 a run failed, or the launcher's code if it was
+    stopped.
 
     Raises:
         UserError: the config or a variant has faults, or this machine cannot train one.
     """
     parser = config_parser("ablate")
     parser.add_argument(
-        "--vary", action="append", default=[], metavar="KEY=V,V",
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=V,V",
         help="train with each of these values of section.key; again for more keys: all combinations",
-    )  # fmt: skip
+    )
     parser.add_argument("--seeds", metavar="N,N", help="train each variant with each of these values of debug.seed")
     parser.add_argument(
         "--nproc", type=process_count, metavar="N", help="processes of each run; auto, the default, as launch has it"
     )
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.seeds is not None:
+        if not re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", arguments.seeds):
+            raise UserError(
+                f"command line: --seeds {arguments.seeds}: expected whole numbers with commas, such as --seeds 1,2,3"
+            )
         overrides = (*overrides, f"--ablation.seeds=[{arguments.seeds}]")
     # Imported here: --help takes half the time without them.
     from glm46.engine.reliability.run_lock import lock_run, writing
     from glm46.operate.ablation.ablation_runs import plan_ablation
-    from glm46.operate.ablation.ablation_training import measure_fp8, train_all
+    from glm46.operate.ablation.ablation_training import train_all
     from glm46.operate.ablation.report import write_report
     from glm46.operate.launch.torchrun import LauncherSignals
 
@@ -43,15 +52,12 @@ def ablate_command(argv: Sequence[str]) -> int:
     machine = detect_machine(visible_gpus())
     plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine)
     command = f"{module_command()} {shlex.join(['ablate', *argv])}"
-    locks, signals = lock_run(plan.folder), LauncherSignals()
+    locks = lock_run(plan.folder)
+    signals = LauncherSignals()
     try:
         code = train_all(plan, signals)
-        if signals.number is None:
-            for run in plan.runs:
-                if run.seed == plan.runs[0].seed:
-                    measure_fp8(run, machine)
         with writing(plan.folder):
-            write_report(plan, {"config": str(arguments.config), "command": command}, machine)
+            write_report(plan, command, machine)
     finally:
         signals.close()
         locks.close()

@@ -14,7 +14,7 @@ def checkpoint_command(argv: Sequence[str]) -> int:
         Exit code: 0; 1 if a listed or verified checkpoint is incomplete or damaged.
 
     Raises:
-        UserError: a folder is absent or holds no checkpoint, or prune would leave none that is complete and undamaged.
+        UserError: a folder is absent or holds no checkpoint, or prune would leave no complete, undamaged checkpoint.
     """
     arguments = _parser().parse_args(list(argv))
     return resolve_name(f"glm46.operate.models.checkpoint_steps:{arguments.run}")(arguments)

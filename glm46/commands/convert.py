@@ -17,10 +17,8 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
-    from glm46.operate.models.model_fit import require_conversion  # --help needs neither this nor the hub
-    from glm46.storage.huggingface.hub import fetch_options
+    from glm46.storage.huggingface.hub import fetch_options  # --help does not need the hub
 
-    require_conversion(arguments)
     fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
     from glm46.operate.models.conversions import convert
 
@@ -41,7 +39,9 @@ def _parser() -> VerbParser:
     )
     export.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
     export.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEME_NAMES], help=f"{types}; default: bfloat16")
-    duplicates = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
+    duplicates = (
+        "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: as the imported folder or preset"
+    )
     export.add_argument("--mtp-copies", action="store_true", help=duplicates)
     export.add_argument("--max-file-gb", type=above_zero, default=5.0, help="largest file, 10^9 bytes")
     export.set_defaults(kind="to_hf")

@@ -9,7 +9,7 @@ from glm46.operate.models.evaluate_options import evaluate_parser, stated_source
 from glm46.storage.huggingface.hub import fetch_options, with_folders
 
 _TASKS_SECONDS = 3600
-"""Longest time in which rank 0 reads the tasks of lm-eval and their data, while the others wait."""
+"""Longest time for rank 0 to read the tasks of lm-eval and their data, while the other ranks wait."""
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
         from glm46.operate.models.evaluate_options import check_evaluation
 
         check_evaluation(arguments, sources)
-    folders = fetch_options(arguments, "model", "adapter", "against", "tokenizer")
+    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
     code = start_ranks("evaluate", with_folders(argv, folders), arguments)
     if code is not None:
         return code

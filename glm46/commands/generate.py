@@ -8,7 +8,8 @@ from glm46.config.errors import UserError
 from glm46.config.options import VerbParser, integer, verb_parser, whole
 from glm46.operate.launch.ranks import add_model_options, processes, start_ranks
 
-_NEW_TOKENS, _NEW_TOKENS_OF_AN_ANSWER = 128, 1024
+_NEW_TOKENS = 128
+_NEW_TOKENS_OF_AN_ANSWER = 1024
 """Defaults of ``--max-new-tokens``: with prompts, and in a chat."""
 
 
@@ -57,9 +58,10 @@ def _parser() -> VerbParser:
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
     parser.add_argument(
-        "--keep-thoughts", action="store_true",
+        "--keep-thoughts",
+        action="store_true",
         help="past thoughts stay (clear_thinking = false of GLM-4.7), with --chat without --prompt",
-    )  # fmt: skip
+    )
     parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions it may call, with --chat")
     parser.add_argument(
         "--max-new-tokens",

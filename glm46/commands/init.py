@@ -9,7 +9,7 @@ from glm46.config.options import verb_parser
 
 _PACKAGE = Path(glm46.__path__[0])
 _SHOWN = 3
-"""Files of a fault that are named; the others are counted."""
+"""Number of files that a fault names; the others are counted."""
 
 
 def init_command(argv: Sequence[str]) -> int:
@@ -28,7 +28,8 @@ def init_command(argv: Sequence[str]) -> int:
 
 
 def shipped_configs() -> Path:
-    """The folder of the shipped TOML files: inside the package in a wheel (setup.py), beside it in a checkout."""
+    """Return the folder of the shipped TOML files: inside the package in a wheel (setup.py), next to it in a
+    checkout."""
     return next(place for place in (_PACKAGE / "train_configs", _PACKAGE.parent / "train_configs") if place.is_dir())
 
 
@@ -47,7 +48,8 @@ def write_configs(folder: Path) -> list[Path]:
         for file in sorted(shipped.rglob("*"))
         if file.suffix in (".toml", ".json", ".jsonl", ".tiktoken", ".py")
     }
-    different, missing = [], []
+    different = []
+    missing = []
     try:
         for path, text in texts.items():
             if not path.exists():
@@ -60,7 +62,7 @@ def write_configs(folder: Path) -> list[Path]:
             if len(different) > 1:
                 kept = f"{len(different)} files differ from the shipped ones and are kept"
             raise UserError(f"{folder}/{names}: {kept}; move what differs, or name another folder")
-        for path in missing:  # a file in place of a folder, before anything is written
+        for path in missing:  # finds a file at the path of a folder, before anything is written
             path.parent.mkdir(parents=True, exist_ok=True)
         for path in missing:
             path.write_text(texts[path], encoding="utf-8")

@@ -8,13 +8,11 @@ from pathlib import Path
 from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
+from glm46.config.options import above_zero, positive, process_count, require_writable
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.observe.peaks import accelerator_of
-from glm46.operate.estimate.document_lengths import prepared_document_tokens
 from glm46.operate.estimate.generation import EngineOptions
 from glm46.operate.estimate.machine import detect_machine
-from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.prices import KINDS, PRICES_DATE, price_of
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
@@ -26,9 +24,9 @@ from glm46.run.plan import resolve_plan
 
 DEFAULT_GPU = "H100"
 EXIT_DOES_NOT_FIT = 1
-_PREPARED = "prepared"
 _MOST_GPUS = 2**18
-"""More than any cluster has. A plan takes time for each rank: Muon's owners of matrices."""
+"""Upper bound on GPUs, above the size of any cluster. The time of a plan grows with the ranks, because Muon assigns
+matrices to them."""
 
 
 def plan_command(argv: Sequence[str]) -> int:
@@ -42,28 +40,36 @@ def plan_command(argv: Sequence[str]) -> int:
         "--gpus", "--nproc", type=process_count, metavar="N", help="default: the fewest that fit the degrees"
     )
     parser.add_argument(
-        "--gpu", metavar="NAME",
+        "--gpu",
+        metavar="NAME",
         help="such as H800, or described: MI300X:bf16=1307,memory=191,bandwidth=5300,link=448 (dense BF16 TFLOP/s, "
         "GiB, GB/s of the memory, GB/s to the other GPUs of its node); default: H100, and a look at this machine",
-    )  # fmt: skip
+    )
     parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="of a host; default: the GPU's, mostly 8")
     parser.add_argument(
-        "--network", type=above_zero, default=NETWORK_GBITS, metavar="GBIT",
+        "--network",
+        type=above_zero,
+        default=NETWORK_GBITS,
+        metavar="GBIT",
         help=f"Gbit/s of each GPU's own port between nodes; default {NETWORK_GBITS:.0f}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--storage", type=above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
+        "--storage",
+        type=above_zero,
+        default=STORAGE_GBYTES,
+        metavar="GBYTES",
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
-    )  # fmt: skip
+    )
     parser.add_argument("--exchange", choices=("own", "deepep"), default="own", help="the run's, or published stacks'")
-    of_price = f"of one GPU for one hour, or {', '.join(KINDS)}: of {PRICES_DATE}"
-    parser.add_argument("--price", type=_word_or(above_zero, *KINDS), metavar="DOLLARS", help=of_price)
+    price_help = f"of one GPU for one hour, or {', '.join(KINDS)}: of {PRICES_DATE}"
+    parser.add_argument("--price", type=_word_or(above_zero, *KINDS), metavar="DOLLARS", help=price_help)
     parser.add_argument("--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates` and `links`")
     parser.add_argument(
-        "--document-tokens", type=_word_or(positive, _PREPARED), metavar="N",
-        help='mean tokens of a document, whose lengths are taken as exponential, or "prepared": as in the prepared '
-        "sources; absent: each row is one document",
-    )  # fmt: skip
+        "--document-tokens",
+        type=positive,
+        metavar="N",
+        help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
+    )
     parser.add_argument(
         "--engines", type=positive, metavar="N", help="GPUs of servers; default: an engine for each URL"
     )
@@ -71,18 +77,11 @@ def plan_command(argv: Sequence[str]) -> int:
     parser.add_argument("--completion-tokens", type=positive, metavar="N", help="mean; default: half of the longest")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw memory by rank and the timeline of a step: .png or .svg"
-    )
-    parser.add_argument(
-        "--search", action="store_true",
+        "--search",
+        action="store_true",
         help="instead of the plan: the best layouts on these GPUs, the smallest cluster that fits, and some changes",
-    )  # fmt: skip
+    )
     arguments, overrides = parse_with_overrides(parser, argv)
-    if arguments.picture is not None:
-        if arguments.search:
-            raise UserError("command line: --picture with --search: a picture shows one plan; leave one of them out")
-        require_picture("plan", "--picture", arguments.picture, (".png", ".svg"))
-        require_writable("--picture", arguments.picture)
     if arguments.json is not None:
         require_writable("--json", arguments.json)
     config = load_config(arguments.config, overrides, world_size=None if arguments.search else arguments.gpus)
@@ -90,27 +89,21 @@ def plan_command(argv: Sequence[str]) -> int:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
-    if arguments.document_tokens == _PREPARED:
-        arguments.document_tokens = prepared_document_tokens(config)
     cluster = _cluster(arguments, config.parallelism)
     if arguments.search:
-        found = search_layouts(config, cluster, pipeline_order, arguments.document_tokens)
-        print(search_text(found))
-        _write_numbers(arguments.json, lambda: search_numbers(found))
-        return 0 if found.best else EXIT_DOES_NOT_FIT
+        search = search_layouts(config, cluster, arguments.document_tokens)
+        print(search_text(search))
+        _write_numbers(arguments.json, lambda: search_numbers(search))
+        return 0 if search.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
     engines = EngineOptions(arguments.engines, arguments.gpus_per_engine, arguments.completion_tokens)
-    run = plan_run(plan, cluster, pipeline_order, engines)
-    here = None
+    run = plan_run(plan, cluster, engines)
+    local = None
     if arguments.gpu is None:
         machine = detect_machine(visible_gpus())
-        here = machine, judge_config(config, machine, arguments.gpus)
-    print(plan_text(run, here))
+        local = machine, judge_config(config, machine, arguments.gpus)
+    print(plan_text(run, local))
     _write_numbers(arguments.json, lambda: plan_numbers(run))
-    if arguments.picture is not None:
-        from glm46.operate.estimate.plan_picture import draw_plan
-
-        _write("--picture", arguments.picture, lambda file: draw_plan(run, file))
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
 
 
@@ -126,7 +119,8 @@ def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> T
         raise UserError(f"command line: --gpus: {gpus:,} GPUs: a plan goes up to {_MOST_GPUS:,}; take fewer")
     option = "--gpu"
     try:
-        gpu, option = accelerator_of(arguments.gpu or DEFAULT_GPU), "--price"
+        gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
+        option = "--price"
         price = price_of(gpu, arguments.price) if arguments.price in KINDS else arguments.price
     except ValueError as error:
         raise UserError(f"command line: {option} {error}") from error
@@ -138,12 +132,10 @@ def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> T
 
 
 def _write_numbers(path: Path | None, numbers: Callable[[], dict]) -> None:
-    if path is not None:
-        _write("--json", path, lambda file: file.write_text(json.dumps(numbers(), indent=2) + "\n"))
-
-
-def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    if path is None:
+        return
+    text = json.dumps(numbers(), indent=2) + "\n"
     try:
-        write(path)
+        path.write_text(text)
     except OSError as error:
-        raise UserError(f"command line: {option} {path}: {error.strerror}; name a file that can be written") from error
+        raise UserError(f"command line: --json {path}: {error.strerror}; name a file that can be written") from error

@@ -51,6 +51,11 @@ def _read(file: Path, name: str) -> Run:
         rows = read_history(file)
     except OSError as error:
         raise UserError(f"plot: {file}: {error.strerror}; give the job.dump_folder of a run") from error
+    if not rows and file.stat().st_size:
+        raise UserError(
+            f"plot: {file}: damaged, or another file: no line of it is a row of metrics; give the job.dump_folder of a "
+            "run, or its rows file"
+        )
     run = Run(name, *rows_by_kind(rows))
     if not run.train:
         raise UserError(f"plot: {file}: has no training rows yet; plot it after metrics.log_freq steps")

@@ -4,7 +4,6 @@ import argparse
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.config.errors import UserError
@@ -16,8 +15,6 @@ from glm46.operate.cluster.preflight_ranks import run_rank
 from glm46.operate.launch.config_options import parse_with_overrides
 from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes
 
-_PROMETHEUS = "http://127.0.0.1:9090"
-
 
 def preflight_command(argv: Sequence[str]) -> int:
     """Check the hosts of a run; returns the exit code.
@@ -26,7 +23,7 @@ def preflight_command(argv: Sequence[str]) -> int:
         0 nothing fails; EXIT_FAIL something does.
 
     Raises:
-        UserError: the config has faults, or the options and variables do not say which hosts there are.
+        UserError: the config has faults, or options and environment variables do not define the hosts.
     """
     arguments, overrides = parse_with_overrides(_parser(), argv)
     if arguments.config is None and overrides:
@@ -44,20 +41,10 @@ def preflight_command(argv: Sequence[str]) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse what could be used only after all checks have run."""
-    url, file = arguments.prometheus, arguments.json
+    """Refuse an unwritable --json file before the checks run, instead of after them."""
+    file = arguments.json
     if file is not None and file != STANDARD_OUTPUT:
         require_writable("--json", file)
-    if url is not None and not _is_server(url):
-        raise UserError(f"command line: --prometheus {url}: not the address of a server; state one as {_PROMETHEUS}")
-
-
-def _is_server(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of an address or a port
-        return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,10 +65,12 @@ def _parser() -> argparse.ArgumentParser:
         "--nproc", type=process_count, metavar="N", help="ranks of each host; auto: one for each GPU, or two on a CPU"
     )
     parser.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="start it on these hosts from here, over ssh; as that of launch"
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="start it on these hosts from here, over ssh; as --hostfile of launch",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one line of JSON; - prints it")
-    parser.add_argument("--prometheus", metavar="URL", help="check that this Prometheus watches, with rules and alerts")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
     parser.add_argument("--ranks-per-host", type=positive, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""``python -m glm46 prepare``: make the sources of a config, or one source of files (``--input``, ``--recipe``)."""
+"""``python -m glm46 prepare``: make the sources of a config, or one source from files (``--input``, ``--recipe``)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ from glm46.config.rules import described
 from glm46.config.rules_effect import idle_faults
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate
+from glm46.files.standard_output import print_line
 from glm46.operate.launch.config_options import config_parser, fetched_overrides, parse_with_overrides
 
 
@@ -36,8 +37,9 @@ def prepare_command(argv: Sequence[str]) -> int:
 
     fetched = fetched_overrides(load_config(arguments.config, overrides))
     plan = resolve_plan(load_config(arguments.config, [*overrides, *fetched]))
-    for name, manifest in prepare_run(plan, report=print, local_inputs=local_inputs).items():
-        validation, train = manifest.splits["validation"], manifest.splits["train"]
+    for name, manifest in prepare_run(plan, report=print_line, local_inputs=local_inputs).items():
+        validation = manifest.splits["validation"]
+        train = manifest.splits["train"]
         print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out")
     return 0
 
@@ -48,26 +50,26 @@ def _prepare_files(argv: Sequence[str]) -> int:
 
     arguments = vars(_recipe_parser().parse_args(argv))
     file = arguments.pop("recipe")
-    stated = {key: _value(key, text) for key, text in arguments.items() if text is not None}
-    recipe = read_recipe(file, stated)
-    prepare_text(recipe.model_copy(update=fetched_keys(recipe)), report=print, local_inputs=local_inputs)
+    options = {key: _value(key, text) for key, text in arguments.items() if text is not None}
+    recipe = read_recipe(file, options)
+    prepare_text(recipe.model_copy(update=fetched_keys(recipe)), report=print_line, local_inputs=local_inputs)
     return 0
 
 
-def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
-    """A recipe from a TOML file, with the keys of the command line in place of those of the file.
+def read_recipe(file: Path | None, options: dict) -> TextRecipe:
+    """Read a recipe from a TOML file; keys of the command line replace those of the file.
 
     Raises:
         UserError: one fault per key that is unknown, missing or wrong.
     """
     table = {} if file is None else read_table(file)
     try:
-        recipe = TextRecipe.model_validate(table | stated)
+        recipe = TextRecipe.model_validate(table | options)
         faults = [described(recipe, broken) for broken in idle_faults(recipe)]
     except ValidationError as error:
         faults = translate(error, TextRecipe)
     if faults:
-        origins = {key: "command line" for key in stated}
+        origins = {key: "command line" for key in options}
         place = file or "command line"
         raise UserError(*(f"{origins.get(key_parts(fault.keys[0])[0], place)}: {fault.message}" for fault in faults))
     return recipe
@@ -89,7 +91,8 @@ def _recipe_parser() -> VerbParser:
 
 
 def _value(key: str, text: str | list[str]):
-    """The value of a key of the recipe from its text; text that is not a number stays text and is refused later."""
+    """Return the value of a key of the recipe from its text; text that is not a number stays text and is refused
+    later."""
     if TextRecipe.model_fields[key].annotation in (int, float, int | None):
         try:
             return tomli.loads(f"value = {text}")["value"]

@@ -1,4 +1,4 @@
-"""``python -m glm46 setup-cluster``: check the hosts of a cluster, make their folders, write hostfile and job script.
+"""``python -m glm46 setup-cluster``: check the hosts of a cluster, make folders, write hostfile and job script.
 
 All values and hosts are checked before the first change. `scripts/setup_cluster.sh` calls it.
 """
@@ -28,11 +28,11 @@ from glm46.operate.cluster.setup import (
     place_of_address,
     refuse_answers,
 )
-from glm46.operate.launch.hostfile import Host
-from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, refuse_hosts
+from glm46.operate.launch.hostfile import Host, refuse_hosts
+from glm46.operate.launch.nodes import LAST_PORT, VARIABLES
 
 _FIRST_PORT = 1024
-"""Lower ports need rights that a run does not have."""
+"""First port that needs no special rights."""
 
 
 def setup_cluster_command(argv: Sequence[str]) -> int:
@@ -53,7 +53,8 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         print(
             f"{host.name}: {answer['versions']}, driver {answer['driver']}, {answer['gpus']} GPUs, {answer['network']}"
         )
-    output, files = arguments.output, cluster_files(arguments, hosts, answers)
+    output = arguments.output
+    files = cluster_files(arguments, hosts, answers)
     if arguments.dry_run:
         print(f"--- on each host: mkdir -m 700 {arguments.nvme_path}")
         print("".join(f"--- {output / name}\n{text}" for name, text in files.items()), end="")
@@ -81,40 +82,43 @@ def _parser() -> argparse.ArgumentParser:
         "--nvme-path DIR [options]"
     )
     parser = verb_parser("setup-cluster", usage=usage, description=f"{VERBS['setup-cluster'].capitalize()}.")
-    once = partial(parser.add_argument, action=_Once)
-    needed = partial(once, required=True)
-    needed("--type", choices=("slurm", "pbs", "ssh"), help="job system; ssh: none")
-    needed("--nodes", type=positive, help="that train; more hosts are spares")
-    needed("--gpus-per-node", type=positive, help="processes of each node")
-    needed("--master-addr", help="of the first host, for launch.sh; a job takes its own")
-    once("--master-port", type=integer, default=29500, help="on which ranks meet; 29500")
-    needed("--nvme-path", type=Path, help="folder on a local disk of each node")
-    once("--hostfile", type=Path, help="NAME slots=N on each line; default: the allocation")
-    once("--config", type=Path, default=Path("train_configs/debug.toml"), help="of the run")
-    once("--output", type=Path, default=Path("outputs/cluster"), help="for all files")
+    add_option = partial(parser.add_argument, action=_Once)
+    add_required = partial(add_option, required=True)
+    add_required("--type", choices=("slurm", "pbs", "ssh"), help="job system; ssh: none")
+    add_required("--nodes", type=positive, help="that train: the master, and the first ones of the other hosts")
+    add_required("--gpus-per-node", type=positive, help="processes of each node")
+    add_required("--master-addr", help="of the first host, for launch.sh; a job takes its own")
+    add_option("--master-port", type=integer, default=29500, help="on which ranks meet; 29500")
+    add_required("--nvme-path", type=Path, help="folder on a local disk of each node")
+    add_option("--hostfile", type=Path, help="NAME slots=N on each line; default: the allocation")
+    add_option("--config", type=Path, default=Path("train_configs/debug.toml"), help="of the run")
+    add_option("--output", type=Path, default=Path("outputs/cluster"), help="for all files")
     parser.add_argument("--dry-run", action="store_true", help="check and print, change nothing")
     parser.add_argument("--on-host", choices=("look", "make"), help=argparse.SUPPRESS)
     return parser
 
 
 class _Once(argparse.Action):
-    """Keeps a value; an option that is given twice is an error."""
+    """Action that stores a value, and refuses an option that stands twice on the command line."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        given = namespace.__dict__.setdefault("given", set())
-        if option_string in given:
+        options_seen = namespace.__dict__.setdefault("options_seen", set())
+        if option_string in options_seen:
             parser.error(f"{option_string}: given twice; state it once")
-        given.add(option_string)
+        options_seen.add(option_string)
         setattr(namespace, self.dest, values)
 
 
 def _checked(arguments: argparse.Namespace) -> list[Host]:
-    """The hosts, the master first.
+    """Check the options and return the hosts that train, the master first.
 
     Raises:
         UserError: every fault of the values.
     """
-    faults, port, path, master = [], arguments.master_port, arguments.nvme_path, arguments.master_addr
+    faults = []
+    port = arguments.master_port
+    path = arguments.nvme_path
+    master = arguments.master_addr
     if not _FIRST_PORT <= port <= LAST_PORT - 100:
         faults.append(
             f"--master-port {port}: must be between {_FIRST_PORT} and {LAST_PORT - 100}; each restart takes the next"
@@ -122,7 +126,9 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
     if not path.is_absolute() or ".." in path.parts or not re.fullmatch(r"[\w./+-]+", str(path)):
         faults.append(f"--nvme-path {path}: must be absolute, of letters, digits and . _ + - /; state such a folder")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", master):
-        faults.append(f"--master-addr {master}: must be a host name or an IPv4 address; state that of the first node")
+        faults.append(
+            f"--master-addr {master}: must be a host name or an IPv4 address; state the address of the first node"
+        )
     raise_if(faults)
     refuse_unwritable(arguments.output, "--output")
     file, hosts = find_hosts(arguments)
@@ -142,4 +148,4 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
         faults += error.faults
     raise_if(faults)
     hosts.insert(0, hosts.pop(cast(int, place)))
-    return [replace(host, slots=arguments.gpus_per_node) for host in hosts]
+    return [replace(host, slots=arguments.gpus_per_node) for host in hosts[: arguments.nodes]]

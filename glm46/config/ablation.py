@@ -20,7 +20,7 @@ def _folder_name(name: str) -> str:
 
 
 def folder_name(text: str) -> str:
-    """A text with the characters of a folder's name only, such as ``optimizer.name=Muon``."""
+    """Return a text with only the characters that a folder name may have, such as ``optimizer.name=Muon``."""
     return re.sub(r"[^\w.=,+-]+", "_", text, flags=re.ASCII).lstrip(".-")[:_LONGEST_NAME] or "_"
 
 
@@ -28,7 +28,7 @@ class VariantConfig(Section):
     """[[ablation.variants]]: one of the compared runs. The first one is the baseline."""
 
     name: Annotated[str, AfterValidator(_folder_name)]
-    """Name in the report, and of the folder of its runs."""
+    """Name in the report and of the folder of its runs."""
 
     keys: dict[str, Any] = Field(default_factory=dict)
     """Keys with other values than in the rest of the file, such as ``keys.optimizer.ns_steps = 3``. Absent: the run as
@@ -52,7 +52,7 @@ class AblationConfig(Section):
 
 
 def flat_keys(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"optimizer": {"lr": 1.0}}`` as ``{"optimizer.lr": 1.0}``."""
+    """Flatten nested tables: ``{"optimizer": {"lr": 1.0}}`` becomes ``{"optimizer.lr": 1.0}``."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -1,4 +1,4 @@
-"""The rules across keys, file by file."""
+"""All rules across keys, in the order of their files."""
 
 from types import ModuleType
 
@@ -20,13 +20,22 @@ from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
 
 _FILES: tuple[ModuleType, ...] = (
-    rules_run, rules_data, rules_finetune, rules_rl, rules_rollout, rules_effect, rules_model, rules_adapter,
-    rules_layout, rules_pipeline, float8_layers,
-)  # fmt: skip
+    rules_run,
+    rules_data,
+    rules_finetune,
+    rules_rl,
+    rules_rollout,
+    rules_effect,
+    rules_model,
+    rules_adapter,
+    rules_layout,
+    rules_pipeline,
+    float8_layers,
+)
 
 
 def check_config(config: RunConfig, *, world_size: int | None) -> list[str]:
-    """The messages of all broken rules; empty if the config is valid.
+    """Return the messages of all broken rules; empty if the config is valid.
 
     Args:
         world_size: processes of the run; None when they are not known yet: rules about them are skipped.
@@ -35,5 +44,5 @@ def check_config(config: RunConfig, *, world_size: int | None) -> list[str]:
 
 
 def find_faults(config: RunConfig, world_size: int | None) -> list[Fault]:
-    """Like `check_config`, with the keys of each fault."""
+    """Return all broken rules, with the keys of each fault; see `check_config`."""
     return broken_rules(config, world_size, _FILES)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Removed, Section
 
 
 class CheckpointConfig(Section):
@@ -27,7 +27,8 @@ class CheckpointConfig(Section):
     """Keep the checkpoints of all steps that are multiples of this; 0 switches it off."""
 
     keep_best_k: Annotated[int, Needs("enable"), Needs("keep_latest_k"), Needs("validation.enable")] = Field(0, ge=0)
-    """Number of checkpoints with the lowest validation loss to keep besides the newest."""
+    """Number of checkpoints with the lowest validation loss to keep besides the newest. Only steps that are also
+    multiples of `validation.freq` have one."""
 
     async_mode: Annotated[Literal["async", "disabled"], Needs("enable")] = "async"
     """async copies the state to host memory, through pinned memory on a GPU, and writes it in the background; the last
@@ -41,24 +42,24 @@ class CheckpointConfig(Section):
     """Step to resume from; -1 takes the newest."""
 
     load_path: Annotated[LocalPath | None, Needs("enable")] = None
-    """Checkpoint (a step folder) of another run that this run continues when ``folder`` has none yet: step, tokens,
-    clock and position in the data are kept. Later starts resume from ``folder``."""
+    """Checkpoint (a step folder) of another run that this run continues when ``folder`` has no checkpoint yet: step,
+    tokens, clock and position in the data are kept. Later starts resume from ``folder``."""
 
     initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
-    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Of a folder
-    that another program wrote with torch.distributed.checkpoint the weights are read. Under [adapter]: the base, of
-    which every start reads the weights and nothing else."""
+    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. From a folder
+    that another program wrote with torch.distributed.checkpoint only the weights are read. Under [adapter]: the base;
+    every start reads its weights and nothing else."""
 
     @property
     def initial_folder(self) -> Path:
-        """``initial_load_path`` where other keys require it."""
+        """``initial_load_path`` as a path, where other keys require it."""
         assert self.initial_load_path is not None
         return Path(self.initial_load_path)
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
-    """Load only weights and expert biases from initial_load_path. Otherwise also the optimizer's states, and text that
-    the earlier phase has read is not read again. The clock begins at lr_scheduler.start_tokens in both cases."""
+    """Load only weights and expert biases from initial_load_path. Otherwise also load the optimizer states, and skip
+    text that the earlier phase has read. The clock begins at lr_scheduler.start_tokens in both cases."""
 
     initial_load_exclude: Annotated[
         tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)
@@ -66,19 +67,26 @@ class CheckpointConfig(Section):
     """Do not load names that match these patterns (``model.mtp.*``); they keep their initial values."""
 
     initial_load_in_hf: Annotated[bool, Needs("initial_load_path")] = False
-    """initial_load_path is a Hugging Face folder: config.json and safetensors of GLM-4.5 or 4.6, read straight into
-    each rank's shards. Optimizer, clock and data position start anew."""
+    """initial_load_path is a Hugging Face folder: config.json and safetensors of GLM-4.5 or 4.6, read directly into
+    each rank's shards. Optimizer, clock and data position start fresh."""
 
     last_save_in_hf: bool = False
-    """When the budget is spent, write the BF16 weights as a Hugging Face folder too, under
-    job.dump_folder/huggingface; with [adapter] the adapters alone, as a PEFT folder."""
-
-
-TrackerName = Literal["wandb", "mlflow"]
+    """When the budget is spent, write the BF16 weights as a Hugging Face folder too, under job.dump_folder/huggingface;
+    with [adapter] only the adapters, as a PEFT folder."""
 
 
 class MetricsConfig(Section):
-    """[metrics]: how often metrics are logged, and where besides console and metrics.jsonl."""
+    """[metrics]: how often metrics are logged, and where in addition to console and metrics.jsonl."""
+
+    removed = {
+        "prometheus_address": Removed(
+            "the endpoint is at 127.0.0.1; forward its port with ssh -L, or put a proxy in front"
+        ),
+        "prometheus_sd_folder": Removed(
+            "a run writes no file for Prometheus; list its address in outputs/monitoring/runs"
+        ),
+        "tracker": Removed("write enable_wandb = true"),
+    }
 
     log_freq: int = Field(10, ge=1)
     """Steps between two rows of metrics. Each row costs one synchronisation with the device."""
@@ -90,17 +98,9 @@ class MetricsConfig(Section):
     """Folder of the event files of this run alone, under job.dump_folder or absolute."""
 
     prometheus_port: int | None = Field(None, ge=1, le=65535)
-    """Serve metrics for Prometheus on this port of the first node, such as 9400; another port if it is taken. Absent:
-    no endpoint. See docs/monitoring.md."""
+    """Serve metrics for Prometheus on this port of the first rank's machine, at 127.0.0.1, such as 9400. Absent: no
+    endpoint. See docs/monitoring.md."""
 
-    prometheus_address: Annotated[str, Needs("prometheus_port")] = "127.0.0.1"
-    """Address of the endpoint. The default can be reached from this machine alone; 0.0.0.0 from everywhere."""
-
-    prometheus_sd_folder: Annotated[LocalPath, Needs("prometheus_port")] = "outputs/monitoring/targets"
-    """Folder of a file for each run that exports metrics, by which Prometheus finds it (``file_sd_configs``); it is
-    the one that scripts/setup_monitoring.sh reads."""
-
-    tracker: TrackerName | None = None
-    """Send the rows to Weights & Biases (``wandb``) or MLflow (``mlflow``) too; the package must be installed. Its own
-    variables say where: WANDB_PROJECT, WANDB_MODE, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_URI. A
-    restart continues the run there."""
+    enable_wandb: bool = False
+    """Send the rows to Weights & Biases too; its package must be installed. Its environment variables set the
+    destination: WANDB_PROJECT, WANDB_MODE. A restart continues the run there."""

@@ -1,4 +1,4 @@
-"""Commands that messages show: the command that started this process, with changed values."""
+"""Commands that messages show, such as the command that started this process with changed values."""
 
 import shlex
 import shutil
@@ -19,16 +19,16 @@ ROOT = Path(glm46.__path__[0]).parent
 
 
 def module_command() -> str:
-    """``python -m glm46``, with the interpreter and the path that it needs in the current folder."""
+    """Return ``python -m glm46`` with the interpreter and the PYTHONPATH that it needs in the current folder."""
     interpreter = Path(sys.executable)
-    found = shutil.which("python")
-    is_on_path = found is not None and Path(found).parent == interpreter.parent
+    python = shutil.which("python")
+    is_on_path = python is not None and Path(python).parent == interpreter.parent
     prefix = "" if Path.cwd() == ROOT or _is_installed() else f"PYTHONPATH={shlex.quote(str(ROOT))} "
     return f"{prefix}{'python' if is_on_path else shlex.quote(short(interpreter))} -m glm46"
 
 
 def short(path: Path) -> str:
-    """A path, relative if it is in the current folder."""
+    """Return a path, relative if it is in the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -46,22 +46,23 @@ class Start:
     """``CONFIG_FILE=... NGPU=... ./run_train.sh`` if the script called the launcher, see `SCRIPT_VARIABLE`."""
 
     def command(self, values: Mapping[str, str]) -> str:
-        """The command that starts the run with other values of some keys."""
+        """Return the command that starts the run with other values of some keys."""
         overrides = replace_overrides(self.overrides, values)
-        is_stated = self.processes is None or (self.script is not None and "NGPU=" in self.script)
-        processes = [] if is_stated else ["--nproc", str(self.processes)]
+        has_count = self.processes is None or (self.script is not None and "NGPU=" in self.script)
+        processes = [] if has_count else ["--nproc", str(self.processes)]
         if self.script is None:
             return self._module(self.verb, [*processes, *self.options], overrides)
         return f"{self.script} {shlex.join([*processes, *self.options, *overrides])}"
 
     def plan_command(self, nodes: int) -> str:
-        """The command that plans the run on this many nodes."""
+        """Return the command that plans the run on this many nodes."""
         options = [] if self.processes is None else ["--nproc", str(nodes * self.processes)]
         return self._module("plan", options, self.overrides)
 
     def small_command(self) -> str:
-        """The command that trains the debug config."""
-        file, init = Path("train_configs/debug.toml"), ""
+        """Return the command that trains the debug config."""
+        file = Path("train_configs/debug.toml")
+        init = ""
         if self.script is None and (ROOT / file).is_file():
             file = ROOT / file
         elif self.script is None:
@@ -69,7 +70,8 @@ class Start:
         return init + self._other(file)
 
     def command_that_makes(self, path: Path) -> str | None:
-        """The command that trains the first config beside this one whose dump folder holds a path, if there is one."""
+        """Return the command that trains the first config in the same folder whose dump folder contains a path; None if
+        there is no such config."""
         for file in sorted(self.config.parent.glob("*.toml")):
             with suppress(OSError, ValueError, LookupError, TypeError):  # any file may lie there
                 folder = Path(tomli.loads(file.read_text(encoding="utf-8"))["job"]["dump_folder"])
@@ -78,7 +80,7 @@ class Start:
         return None
 
     def _other(self, file: Path) -> str:
-        """The command that trains another config as it is."""
+        """Return the command that trains another config without overrides."""
         if self.script is not None:
             return f"CONFIG_FILE={shlex.quote(str(file))} {shlex.split(self.script)[-1]}"
         return f"{module_command()} launch --config {shlex.quote(short(file))}"
@@ -88,9 +90,10 @@ class Start:
 
 
 def replace_overrides(overrides: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The tokens of a command line with other values; a budget also replaces the budget in the other unit."""
+    """Return the tokens of a command line with other values; a budget also replaces the budget in the other unit."""
     stale = {*values, *(ALTERNATIVES[key] for key in values if key in ALTERNATIVES)}
-    kept, remaining = [], list(overrides)
+    kept = []
+    remaining = list(overrides)
     while remaining:
         token = remaining.pop(0)
         has_value = "=" not in token and bool(remaining)

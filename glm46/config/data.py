@@ -16,7 +16,7 @@ class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in logs and metrics."""
 
-    path: LocalPath
+    path: LocalPath = Field(min_length=1)
     """Folder with manifest.json and the shards that ``python -m glm46 prepare`` wrote."""
 
     weight: float = Field(1.0, gt=0.0)
@@ -58,13 +58,13 @@ class DataStageConfig(Section):
     different sequence lengths that read the same source need ranges that do not overlap."""
 
     def shape_of(self, model: ModelShape) -> ModelShape:
-        """The shape of a model with the window and the stretching of this stage."""
-        own: dict[str, Any] = {}
+        """Return the shape of a model with the sliding window and the rope scaling of this stage."""
+        changes: dict[str, Any] = {}
         if self.sliding_window is not None:
-            own["sliding_window"] = None if self.sliding_window == -1 else self.sliding_window
+            changes["sliding_window"] = None if self.sliding_window == -1 else self.sliding_window
         if self.rope_scaling is not None:
-            own["rope_scaling"] = None if self.rope_scaling.factor == 1.0 else self.rope_scaling
-        return model.model_copy(update=own) if own else model
+            changes["rope_scaling"] = None if self.rope_scaling.factor == 1.0 else self.rope_scaling
+        return model.model_copy(update=changes) if changes else model
 
 
 class DataConfig(Section):
@@ -86,8 +86,8 @@ class DataConfig(Section):
     maps."""
 
     def stage_clocks(self, seq_len: int, clock: int) -> list[int]:
-        """The tokens since the start of the curriculum at which each stage begins: after whole samples of the stages
-        before it.
+        """Return the token count at which each stage begins, since the start of the curriculum: after whole samples of
+        the previous stages.
 
         Args:
             seq_len: training.seq_len.

@@ -1,12 +1,15 @@
-"""UserError: mistakes that the user can fix."""
+"""Exceptions for mistakes that the user can fix."""
 
 from collections.abc import Sequence
+
+from glm46.config.printable import printable
 
 
 class UserError(Exception):
     """One or more mistakes of the user. The command line prints them without a traceback and exits with code 2.
 
-    Each fault is one message that names the key or file, the value, the rule and the remedy.
+    Each fault is one message that names the key or file, the value, the rule and the remedy. Values may come from
+    untrusted files, so control characters are replaced.
 
     Attributes:
         exit_code: exit code of the command line.
@@ -15,8 +18,8 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, *faults: str):
-        self.faults = faults
-        super().__init__("\n".join(faults))
+        self.faults = tuple(map(printable, faults))
+        super().__init__("\n".join(self.faults))
 
 
 def raise_if(faults: Sequence[str]) -> None:
@@ -26,7 +29,7 @@ def raise_if(faults: Sequence[str]) -> None:
 
 
 class UnreadableError(UserError):
-    """The system cannot read a file of the run, as after its storage was lost. The exit code, that of a failed rank,
-    allows a restart, which waits for storage."""
+    """A file of the run cannot be read, for example because its storage was lost. The exit code is the same as for a
+    failed rank, so that the run restarts, which waits for the storage."""
 
     exit_code = 1

@@ -28,26 +28,27 @@ Faults = Iterator[Fault]
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
-    """The name most similar to a word, ignoring case; None if no name is similar."""
+    """Return the name most similar to a word, ignoring case; None if no name is similar."""
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None
 
 
 def near_values(value: int, most: int, fits: Callable[[int], bool]) -> str:
-    """The remedy that states the numbers next to a value, from 1 to ``most``, that fit: ``take 2 or 4``. One must."""
+    """Return a remedy with the nearest numbers below and above a value, from 1 to ``most``, that fit: ``take 2 or 4``.
+    At least one number must fit."""
     sides = range(min(value - 1, most), 0, -1), range(value + 1, most + 1)
-    found = [next(filter(fits, side), None) for side in sides]
-    return f"take {' or '.join(str(number) for number in found if number)}"
+    nearest_fitting = [next(filter(fits, side), None) for side in sides]
+    return f"take {' or '.join(str(number) for number in nearest_fitting if number)}"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: ``1 step``, ``1,000 steps``."""
+    """Return a number with its noun: ``1 step``, ``1,000 steps``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, cut to a length that fits in a message."""
+    """Format a value as TOML writes it, truncated to fit into a message."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):

@@ -14,10 +14,11 @@ class Float8Config(Section):
 
     experts_recipe_name: Annotated[Literal["rowwise", "mxfp8"] | None, Needs("recipe_name")] = None
     """Recipe for the products of the routed experts. rowwise: one scale per token, and per expert and column of a
-    weight. mxfp8: one scale per 32 elements of them. Absent: experts stay in training.mixed_precision_param."""
+    weight. mxfp8: one scale per 32 elements. Absent: experts stay in training.mixed_precision_param."""
 
     filter_fqns: Annotated[tuple[str, ...], Needs("recipe_name")] = ()
-    """Linear layers that are not converted: those with one of these texts in their name, such as "k_proj" or "mtp."."""
+    """Linear layers that are not converted: layers with one of these texts in their name, such as "k_proj" or
+    "mtp."."""
 
     enable_fsdp_float8_all_gather: Annotated[bool, Needs("recipe_name", "tensorwise")] = False
     """Gather the weights of converted linear layers in FP8: half the bytes of BF16. Only tensorwise has one scale for

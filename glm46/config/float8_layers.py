@@ -1,4 +1,4 @@
-"""The linear layers that [float8] converts, the reasons for the others, and the rules of the section."""
+"""Linear layers that [float8] converts or excludes, and the rules of the section."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MX_BLOCK = 32
 """Elements that share a scale under mxfp8 (OCP Microscaling Formats 1.0)."""
 
 EXPERTS_MULTIPLES = {"rowwise": FP8_MULTIPLE, "mxfp8": MX_BLOCK, None: 1}
-"""By `experts_recipe_name`: experts need multiples of this many inputs, outputs and rows."""
+"""`experts_recipe_name` -> number of which inputs, outputs and rows of experts must be multiples."""
 
 
 @dataclass(frozen=True)
@@ -27,29 +27,33 @@ class LinearLayer:
     """A linear layer on one rank."""
 
     name: str
-    """Of the module, such as ``layers.3.self_attn.q_proj``."""
+    """Name of the module, such as ``layers.3.self_attn.q_proj``."""
     outputs: int
     inputs: int
     excluded_by: str | None
-    """The key and its value that exclude the layer; None if it is converted."""
+    """Key and value that exclude the layer; None if it is converted."""
 
 
 def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Iterator[LinearLayer]:
-    """The linear layers of the whole model with their sizes on a rank of a tensor-parallel group.
+    """Yield the linear layers of the whole model, with their sizes on a rank of a tensor-parallel group.
 
-    The embedding, the router and the output head are not among them: the embedding is a lookup, the router computes in
+    The embedding, the router and the output head are not included: the embedding is a lookup, the router computes in
     FP32, and the output head computes in chunks, together with the loss.
     """
     D = shape.hidden_size
     queries, keys = (heads * shape.head_dim // tp for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     attention = {"q_proj": (queries, D), "k_proj": (keys, D), "v_proj": (keys, D), "o_proj": (D, queries)}
     if shape.is_latent:
-        latent, of_keys = shape.q_lora_rank or 0, shape.kv_lora_rank or 0
-        made = queries + shape.num_attention_heads // tp * (shape.qk_nope_head_dim or 0)
+        query_latent = shape.q_lora_rank or 0
+        key_latent = shape.kv_lora_rank or 0
+        key_value_rows = queries + shape.num_attention_heads // tp * (shape.qk_nope_head_dim or 0)
         attention = {
-            "q_a_proj": (latent, D), "q_b_proj": (queries, latent), "kv_a_proj_with_mqa": (shape.latent_width, D),
-            "kv_b_proj": (made, of_keys), "o_proj": (D, queries),
-        }  # fmt: skip
+            "q_a_proj": (query_latent, D),
+            "q_b_proj": (queries, query_latent),
+            "kv_a_proj_with_mqa": (shape.latent_width, D),
+            "kv_b_proj": (key_value_rows, key_latent),
+            "o_proj": (D, queries),
+        }
 
     def layer(prefix: str, feed_forward: str, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
         yield from ((f"{prefix}self_attn.{name}", size) for name, size in attention.items())
@@ -74,32 +78,33 @@ def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Itera
 
 
 def keeps_rounded_experts(config: RunConfig) -> bool:
-    """The experts' weights are rounded once in a step and not in each micro-batch: on pipeline stages whose layers stay
-    gathered for the step. torchao's product in MXFP8 rounds in each micro-batch."""
-    parallelism, recipe = config.parallelism, config.float8.experts_recipe_name
+    """Return True if the weights of experts are rounded once per step instead of in each micro-batch, on pipeline
+    stages whose layers stay gathered for the step. torchao's MXFP8 product rounds in each micro-batch."""
+    parallelism = config.parallelism
+    recipe = config.float8.experts_recipe_name
     is_kept = parallelism.pipeline_parallel_degree > 1 and parallelism.keeps_gathered
     return is_kept and (recipe == "rowwise" or (recipe is not None and config.float8.emulate))
 
 
 def describe_float8(shape: ModelShape, float8: Float8Config, tp: int) -> str:
-    """A text for the start message: what is computed in FP8, and why the rest is in higher precision."""
+    """Describe, for the start message, what is computed in FP8, and why the rest is in higher precision."""
     layers = list(linear_layers(shape, float8, tp))
     converted = sum(layer.excluded_by is None for layer in layers)
-    said = [f"{float8.recipe_name} for {converted} of {counted(len(layers), 'linear layer')}"]
-    said += ["gathered in FP8"] if float8.enable_fsdp_float8_all_gather else []
-    said += [f"{float8.experts_recipe_name} for the routed experts"] if float8.experts_recipe_name else []
-    said += ["emulated"] if float8.emulate else []
-    kept = ["embedding, router and output head by design"]
+    parts = [f"{float8.recipe_name} for {converted} of {counted(len(layers), 'linear layer')}"]
+    parts += ["gathered in FP8"] if float8.enable_fsdp_float8_all_gather else []
+    parts += [f"{float8.experts_recipe_name} for the routed experts"] if float8.experts_recipe_name else []
+    parts += ["emulated"] if float8.emulate else []
+    not_converted = ["embedding, router and output head by design"]
     for reason in dict.fromkeys(layer.excluded_by for layer in layers if layer.excluded_by):
         kinds = dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers if layer.excluded_by == reason)
-        kept.append(f"{', '.join(kinds)} by {reason}")
-    kept += [] if float8.experts_recipe_name else ["routed experts, because experts_recipe_name is absent"]
-    return f"{', '.join(said)}; not converted: {'; '.join(kept)}"
+        not_converted.append(f"{', '.join(kinds)} by {reason}")
+    not_converted += [] if float8.experts_recipe_name else ["routed experts, because experts_recipe_name is absent"]
+    return f"{', '.join(parts)}; not converted: {'; '.join(not_converted)}"
 
 
 @rule
 def filters_leave_something(config: RunConfig, shape: ModelShape) -> Faults:
-    """Each filter excludes a layer, and not all layers are excluded."""
+    """Each filter excludes at least one layer, and not all layers are excluded."""
     float8 = config.float8
     if float8.recipe_name is None:
         return
@@ -109,8 +114,9 @@ def filters_leave_something(config: RunConfig, shape: ModelShape) -> Faults:
             kinds = ", ".join(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
             yield fault(
                 f"float8.filter_fqns = {show(part)}: no linear layer has this in its name, such as {layers[-1].name}; "
-                f"take a part of such a name ({kinds}), or remove it", "float8.filter_fqns",
-            )  # fmt: skip
+                f"take a part of such a name ({kinds}), or remove it",
+                "float8.filter_fqns",
+            )
     if all(layer.excluded_by for layer in layers):
         count = counted(len(layers), "linear layer")
         yield fault(f"`float8.filter_fqns`: excludes all {count}; exclude fewer, or remove float8.recipe_name")
@@ -118,20 +124,23 @@ def filters_leave_something(config: RunConfig, shape: ModelShape) -> Faults:
 
 @rule
 def kernels_give_bf16(config: RunConfig) -> Faults:
-    """Products by the kernels of a GPU have results in BF16: torch rejects others for all recipes but tensorwise."""
-    float8, dtype = config.float8, config.training.mixed_precision_param
+    """GPU kernels return products in BF16: torch rejects other dtypes for all recipes except tensorwise."""
+    float8 = config.float8
+    dtype = config.training.mixed_precision_param
     if float8.recipe_name is not None and not float8.emulate and dtype != "bfloat16":
         yield fault(
             "`training.mixed_precision_param`: the results of FP8 products are bfloat16 on a GPU; set it to "
-            '"bfloat16", or float8.emulate = true', "float8.emulate",
-        )  # fmt: skip
+            '"bfloat16", or float8.emulate = true',
+            "float8.emulate",
+        )
 
 
 @rule
 def fp8_divides_the_layers(config: RunConfig, shape: ModelShape) -> Faults:
-    """Inputs and outputs of what is converted are multiples of `FP8_MULTIPLE`, or of those of the experts' recipe, on
-    each rank."""
-    float8, tp = config.float8, config.parallelism.tensor_parallel_degree
+    """On each rank, inputs and outputs of converted layers are multiples of `FP8_MULTIPLE`, and those of experts are
+    multiples of what their recipe needs."""
+    float8 = config.float8
+    tp = config.parallelism.tensor_parallel_degree
     if float8.recipe_name is None:
         return
     uneven: dict[str, LinearLayer] = {}
@@ -142,8 +151,10 @@ def fp8_divides_the_layers(config: RunConfig, shape: ModelShape) -> Faults:
         yield fault(
             f"`float8.recipe_name`: {first.name} has {first.inputs} inputs and {first.outputs} outputs on a rank, and "
             f"FP8 products need multiples of {FP8_MULTIPLE}; set float8.filter_fqns = {show(list(uneven))}",
-            "float8.filter_fqns", "model", "parallelism.tensor_parallel_degree",
-        )  # fmt: skip
+            "float8.filter_fqns",
+            "model",
+            "parallelism.tensor_parallel_degree",
+        )
     multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
     if shape.hidden_size % multiple or shape.moe_intermediate_size % multiple:
         yield fault(
@@ -157,7 +168,8 @@ def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape) -> Faults:
     """The tokens of a micro-batch on a rank are a multiple of `FP8_MULTIPLE`, if weight gradients are in FP8."""
     if config.float8.recipe_name not in ("tensorwise", "rowwise"):
         return
-    layout, rows = config.parallelism, config.training.local_batch_size
+    layout = config.parallelism
+    rows = config.training.local_batch_size
     ranks = layout.context_parallel_degree
     if any(layer.name.endswith("eh_proj") for layer in linear_layers(shape, config.float8) if not layer.excluded_by):
         ranks *= layout.tensor_parallel_degree  # the only linear layer on a rank's own part of the sequence
@@ -171,14 +183,18 @@ def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape) -> Faults:
             f"{key} = {lengths[key]}: {rows * lengths[key] // ranks} tokens of a micro-batch on a rank, and weight "
             f"gradients of `float8.recipe_name` need a multiple of {FP8_MULTIPLE}; take "
             f"{-(-lengths[key] // step) * step} or change training.local_batch_size, or set "
-            'float8.recipe_name = "rowwise_with_gw_hp"', key, "training.local_batch_size", "parallelism",
-        )  # fmt: skip
+            'float8.recipe_name = "rowwise_with_gw_hp"',
+            key,
+            "training.local_batch_size",
+            "parallelism",
+        )
 
 
 @rule
 def shards_of_gathered_rows_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """FSDP2 gathers in FP8 only what its ranks share evenly: torchao does not pad the shards."""
-    degree, layout = data_parallel_degree(config, world_size), config.parallelism
+    """Weights that FSDP2 gathers in FP8 are sharded evenly: torchao does not pad the shards."""
+    degree = data_parallel_degree(config, world_size)
+    layout = config.parallelism
     if not config.float8.enable_fsdp_float8_all_gather or degree is None:
         return
     shards = degree // layout.data_parallel_replicate_degree * layout.context_parallel_degree
@@ -187,5 +203,7 @@ def shards_of_gathered_rows_are_even(config: RunConfig, shape: ModelShape, world
         yield fault(
             f"`float8.enable_fsdp_float8_all_gather`: {layer.name} has {layer.outputs} rows, which {shards} ranks "
             "(data_parallel_shard_degree * context_parallel_degree) do not share evenly; take a degree that divides "
-            "them, or set it to false", "parallelism", "model",
-        )  # fmt: skip
+            "them, or set it to false",
+            "parallelism",
+            "model",
+        )

@@ -1,4 +1,4 @@
-"""Degrees of the ranks that hold one model to generate with, in [rollout] and on the command line, and their rules."""
+"""Parallel degrees for generation, in [rollout] and on the command line, and their rules."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,8 @@ _MOST = 1024
 
 
 class Degrees(NamedTuple):
-    """Ranks over which one model is split; the field names are those of the keys and options, before ``_degree``."""
+    """Ranks over which one model is split; the field names are the names of the keys and options without
+    ``_degree``."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -24,9 +25,9 @@ class Degrees(NamedTuple):
 
 
 def _broken_rules(
-    degrees: Degrees, shape: ModelShape, world_size: int | None, stated: Callable[[str, int], str]
+    degrees: Degrees, shape: ModelShape, world_size: int | None, spell: Callable[[str, int], str]
 ) -> list[tuple[str, str]]:
-    """Degrees and the rules that they break, see `degree_faults`."""
+    """Return the degrees that break a rule, each with the rule; see `degree_faults`."""
     tensor, pipeline, expert = degrees
     faults = []
     for key, degree, what, size in (
@@ -36,14 +37,15 @@ def _broken_rules(
     ):
         if size % degree:
             faults.append((key, f"must divide model.{what} = {size}"))
-    heads, width = shape.num_key_value_heads, shape.head_dim
+    heads = shape.num_key_value_heads
+    width = shape.head_dim
     if not shape.is_latent and heads % tensor and (tensor % heads or width % (tensor // heads)):
         rule = f"must divide model.num_key_value_heads = {heads}, or be a multiple that leaves each rank an equal part"
         faults.append(("tensor_parallel", f"{rule} of a head's {width} rows"))
     if pipeline > shape.num_hidden_layers:
         faults.append(("pipeline_parallel", f"at most model.num_hidden_layers = {shape.num_hidden_layers}"))
     if expert % tensor and tensor % expert:
-        faults.append(("expert_parallel", f"must divide {stated('tensor_parallel', tensor)}, or be a multiple of it"))
+        faults.append(("expert_parallel", f"must divide {spell('tensor_parallel', tensor)}, or be a multiple of it"))
     if world_size is not None and world_size % degrees.ranks:
         faults.append(
             ("tensor_parallel", f"times {pipeline} pipeline stages must divide {counted(world_size, 'process')}")
@@ -54,21 +56,21 @@ def _broken_rules(
 
 
 def degree_faults(
-    degrees: Degrees, shape: ModelShape, world_size: int | None, stated: Callable[[str, int], str]
+    degrees: Degrees, shape: ModelShape, world_size: int | None, spell: Callable[[str, int], str]
 ) -> list[tuple[str, str]]:
-    """Each degree that does not split the model evenly or does not fit the processes, and its message.
+    """Return each degree that does not split the model evenly or does not fit the processes, with its message.
 
     Args:
         world_size: None when it is not known yet.
-        stated: how the user writes a degree, from the name of its field and its value.
+        spell: formats a degree as the user writes it, from the name of its field and its value.
     """
 
     def is_refused(key: str, degree: int) -> bool:
-        return key in dict(_broken_rules(degrees._replace(**{key: degree}), shape, world_size, stated))
+        return key in dict(_broken_rules(degrees._replace(**{key: degree}), shape, world_size, spell))
 
     faults = []
-    for key, fault in _broken_rules(degrees, shape, world_size, stated):
+    for key, fault in _broken_rules(degrees, shape, world_size, spell):
         degree: int = getattr(degrees, key)
         remedy = near_values(degree, _MOST, lambda n: not is_refused(key, n))  # noqa: B023 - called here
-        faults.append((key, f"{stated(key, degree)}: {fault}; {remedy}"))
+        faults.append((key, f"{spell(key, degree)}: {fault}; {remedy}"))
     return faults

@@ -11,22 +11,23 @@ class HubKey(NamedTuple):
     """A key whose value is an id."""
 
     key: str
-    """Dotted."""
+    """Dotted key."""
     mark: OnHub
     value: str
 
     @property
     def repository(self) -> str:
         """Owner and name."""
-        found = self.mark.parse(self.value)
-        assert found is not None, f"{self.key} was validated"
-        return found.repository
+        hub_id = self.mark.parse(self.value)
+        assert hub_id is not None, f"{self.key} was validated"
+        return hub_id.repository
 
 
 def hub_keys(section: Section, prefix: tuple[str | int, ...] = ()) -> Iterator[HubKey]:
-    """The keys of a section and its tables that take ids and have one."""
+    """Yield the keys of a section and its tables whose value is an id of the hub."""
     for name, field in type(section).model_fields.items():
-        value, place = getattr(section, name), (*prefix, name)
+        value = getattr(section, name)
+        place = (*prefix, name)
         if isinstance(value, Section):
             yield from hub_keys(value, place)
         for index, entry in enumerate(value if isinstance(value, tuple) else ()):

@@ -12,11 +12,13 @@ from typing import Any
 import tomli
 import tomli_w
 
+from glm46.config.adapter import AdapterConfig
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import Fault, nearest
 from glm46.config.model import GONE_KEYS, ModelConfig
 from glm46.config.overrides import Override, apply_overrides, dotted, key_parts, parse_overrides, take_out
+from glm46.config.rules import with_value
 from glm46.config.rules_effect import idle_keys
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
@@ -36,8 +38,8 @@ def load_config(
     Args:
         overrides: tokens of the command line, ``--section.key value`` or ``--section.key=value``; later ones win.
         world_size: processes of the run; None when they are not known yet: rules about them are skipped.
-        variant: of an ablation: the origin that messages name in place of the command line, and dotted keys with
-            values, which win.
+        variant: name of a variant of an ablation, which messages give as origin instead of the command line, and its
+            values by dotted key, which win.
 
     Raises:
         UserError: with every fault of the file, the overrides and the rules across sections.
@@ -49,27 +51,38 @@ def load_config(
     faults += apply_overrides(table, parsed) + apply_overrides(table, varied)
     overridden = [override.key for override in (*parsed, *varied)]
     config, invalid = validate_table(table)
-    for idle in idle_keys(config):
-        # The command line may switch off a feature whose keys the file sets.
-        is_off = idle.remedy and _any_touches([idle.switch], overridden)
-        if is_off and not _any_touches([dotted(idle.place)], overridden):
-            take_out(table, idle.place)
-    config, invalid = validate_table(table)
+    # The command line may switch off a feature whose keys the file sets: drop these keys.
+    switched_off = [
+        idle.place
+        for idle in idle_keys(config)
+        if idle.remedy
+        and _any_touches([idle.switch], overridden)
+        and not _any_touches([dotted(idle.place)], overridden)
+    ]
+    for place in switched_off:
+        take_out(table, place)
+    if switched_off:
+        config, invalid = validate_table(table)
     faults += invalid
     in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
     # A rule that reads an uncertain key would report a default that is not in the file.
     faults += [fault for fault in find_faults(config, world_size) if not _any_touches(fault.keys, in_doubt)]
     if faults:
-        origins = [_origin(fault, path, written, overridden, variant[0] or "command line") for fault in faults]
-        raise UserError(*(f"{origin}: {fault.message}" for origin, fault in zip(origins, faults, strict=True)))
+        overrider = variant[0] or "command line"
+        origins = [_origin(fault, path, written, overridden, overrider) for fault in faults]
+        messages = [
+            _with_default_named(fault, config, written, overridden) if origin == overrider else fault.message
+            for origin, fault in zip(origins, faults, strict=True)
+        ]
+        raise UserError(*(f"{origin}: {message}" for origin, message in zip(origins, messages, strict=True)))
     return config
 
 
 def config_from(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """A config with the sections that a program wants, for their values and not for a run.
+    """Return a config with some sections, for their values and not for a run.
 
     Raises:
-        UserError: with every fault of these sections, by itself or with others.
+        UserError: with every fault that involves these sections.
     """
     config, faults = validate_table({"model": {"flavor": "debug"}, "training": {"steps": 1, "seq_len": 2}, **sections})
     faults += [fault for fault in find_faults(config, None) if any(key.split(".")[0] in sections for key in fault.keys)]
@@ -79,8 +92,8 @@ def config_from(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as TOML, defaults included; it loads to an equal config. Absent keys, and keys without effect, which
-    are faults when set, are skipped."""
+    """Return the config as TOML, defaults included; it loads to an equal config. Absent keys, and keys without effect,
+    which are faults when set, are skipped."""
     table = config.model_dump(exclude_none=True)
     for idle in idle_keys(config):
         take_out(table, idle.place)
@@ -88,34 +101,59 @@ def dump_config(config: RunConfig) -> str:
 
 
 def stored_config(text: str) -> RunConfig:
-    """The config of a run from the text in a checkpoint's meta or in its folder. Keys that this version does not have
-    are skipped, but not those of the sections that a model computes by.
+    """Load the config of a run from its text in the metadata of a checkpoint or in the folder of the run. Removed and
+    other unknown keys are skipped. In the sections that determine what the model computes an unknown key is refused,
+    and so is a removed one with a value that this version cannot compute.
 
     Raises:
-        UserError: such a key, see `without_gone_keys`, or a value that this version does not have.
+        UserError: such a key (see `without_gone_keys`), or a value that this version does not support.
         ValueError, KeyError, TypeError: the text is not the config of a run.
     """
-    table = tomli.loads(text)
+    table = _parsed(text)
     table["model"] = without_gone_keys(table["model"])
+    if "adapter" in table:
+        table["adapter"] = _adapter_without_removed(table["adapter"])
     config, faults = validate_table(table)
-    of_function = [fault for fault in faults if {key.split(".")[0] for key in fault.keys} & {"model", "moe", "adapter"}]
-    raise_if([f"{fault.message}; {_REMEDY}" for fault in of_function])
+    model_faults = [
+        fault for fault in faults if {key.split(".")[0] for key in fault.keys} & {"model", "moe", "adapter"}
+    ]
+    raise_if([f"{fault.message}; {_REMEDY}" for fault in model_faults])
     return config
 
 
 def without_gone_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A shape or [model] of a checkpoint, without `GONE_KEYS`. Raises UserError if one of them has another value, or
-    there is an unknown key: the weights were trained for another function than this version computes."""
+    """Return a shape or [model] of a checkpoint without `GONE_KEYS`. Raises UserError if one of them has another value,
+    or another key is unknown: this version does not compute the function that the weights were trained for."""
     unknown = {key: value for key, value in stored.items() if key not in ModelConfig.model_fields}
-    raise_if([
-        f"model.{key} = {value!r} of the checkpoint: this version computes the model without it; {_REMEDY}"
-        for key, value in unknown.items() if (key, value) not in GONE_KEYS.items()
-    ])  # fmt: skip
+    changed = {key: value for key, value in unknown.items() if (key, value) not in GONE_KEYS.items()}
+    raise_if([_not_computed(f"model.{key}", value) for key, value in changed.items()])
     return {key: value for key, value in stored.items() if key not in unknown}
 
 
+def _adapter_without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return [adapter] of a checkpoint without the keys of `AdapterConfig.removed`. Raises UserError if one of them has
+    a value that this version cannot compute."""
+    kept = dict(stored)
+    if kept.pop("rank_stabilized", False):
+        # The scale was alpha / sqrt(rank), and is alpha / rank now.
+        kept["alpha"] = stored["alpha"] * stored["rank"] ** 0.5
+    removed = {key: kept.pop(key) for key in AdapterConfig.removed if key in kept}
+    raise_if(
+        [
+            _not_computed(f"adapter.{key}", value)
+            for key, value in removed.items()
+            if AdapterConfig.removed[key].value not in (..., value)
+        ]
+    )
+    return kept
+
+
+def _not_computed(key: str, value: Any) -> str:
+    return f"{key} = {value!r} of the checkpoint: this version computes the model without it; {_REMEDY}"
+
+
 def read_table(path: Path) -> dict:
-    """The table of a TOML file, without any check of its keys.
+    """Return the table of a TOML file, without any check of its keys.
 
     Raises:
         UserError: the file cannot be read, or is not TOML.
@@ -127,11 +165,21 @@ def read_table(path: Path) -> dict:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8 text; save the TOML file as UTF-8") from error
     try:
-        return tomli.loads(text)
+        return _parsed(text)
     except tomli.TOMLDecodeError as error:
         lines = text.splitlines()
         quoted = f"; the line reads: {lines[error.lineno - 1].strip()}" if error.lineno <= len(lines) else ""
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid TOML: {error.msg}{quoted}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid TOML: {error}; write it with less nesting") from error
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text. Raises ValueError if it is not TOML, or nested too deeply."""
+    try:
+        return tomli.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _similar_file(path: Path) -> str:
@@ -150,8 +198,8 @@ def _any_touches(keys: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str], overrider: str) -> str:
-    """The origin of the keys of a fault: the file, the overrider (the command line) or both. Absent keys belong to the
-    file."""
+    """Return the origin of the keys of a fault: the file, the overrider (the command line) or both. Absent keys belong
+    to the file."""
     origins = set() if fault.keys else {overrider}
     for key in fault.keys:
         if any(_is_inside(key, override) for override in overridden):
@@ -162,6 +210,17 @@ def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str], 
         if _states(written, key):
             origins.add(str(path))
     return " and ".join(sorted(origins, key=lambda origin: origin == overrider)) or str(path)
+
+
+def _with_default_named(fault: Fault, config: RunConfig, written: dict, overridden: Sequence[str]) -> str:
+    """Return the message of a fault of the command line. If it begins with a value that neither file nor command line
+    sets, mark the value as the default: the user could not find it otherwise."""
+    key = fault.keys[0] if fault.keys else ""
+    is_stated = _any_touches([key], overridden) or _states(written, key)
+    if is_stated or not key or not fault.message.startswith(f"{key} = "):
+        return fault.message
+    value = with_value(config, key)
+    return fault.message.replace(value, f"{value} (the default)", 1)
 
 
 def _states(table: dict, key: str) -> bool:

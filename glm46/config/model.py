@@ -22,13 +22,13 @@ class RopeScalingConfig(Section):
     """Target length divided by original length."""
 
     original_max_position_embeddings: Annotated[int | None, _YARN] = Field(None, ge=1)
-    """yarn, which requires it: length the model was trained on before."""
+    """yarn: length that the model was trained on before; required."""
 
     beta_fast: Annotated[float, _YARN] = Field(32.0, gt=0.0)
-    """yarn: turns inside the original length above which a frequency is left alone."""
+    """yarn: turns within the original length above which a frequency stays unchanged."""
 
     beta_slow: Annotated[float, _YARN] = Field(1.0, gt=0.0)
-    """yarn: turns below which a frequency is fully interpolated."""
+    """yarn: turns within the original length below which a frequency is fully interpolated."""
 
 
 class ModelShape(Section):
@@ -71,11 +71,11 @@ class ModelShape(Section):
     """Key and value heads; each serves an equal number of query heads."""
 
     head_dim: int = Field(ge=2)
-    """Width of one head; heads times this need not equal hidden_size. Of latent attention the sum of both parts."""
+    """Width of one head; heads times this need not equal hidden_size. With latent attention: the sum of both parts."""
 
     q_lora_rank: int | None = Field(None, ge=1)
-    """Latent attention, GLM-4.7-Flash: width of the queries' latent. This and the next four keys are there together or
-    not at all; without them attention is grouped-query attention."""
+    """Latent attention, GLM-4.7-Flash: width of the queries' latent. Set this and the next four keys together; without
+    them attention is grouped-query attention."""
 
     kv_lora_rank: int | None = Field(None, ge=1)
     """Latent attention: width of the latent that keys and values are made from."""
@@ -84,7 +84,7 @@ class ModelShape(Section):
     """Latent attention: part of a query or key head that is not rotated."""
 
     qk_rope_head_dim: int | None = Field(None, ge=2)
-    """Latent attention: part that is rotated, in pairs of neighbours; its key is one for all heads."""
+    """Latent attention: part that is rotated, in pairs of neighbours; all heads share its key."""
 
     v_head_dim: int | None = Field(None, ge=1)
     """Latent attention: width of a value head, which is ``head_dim``."""
@@ -93,7 +93,7 @@ class ModelShape(Section):
     """RMSNorm of queries and keys per head, before the rotation. True for GLM-4.5 and 4.6, false for Air."""
 
     attention_bias: bool = True
-    """Biases of the query, key and value projections. The output projection has none."""
+    """Biases of the query, key and value projections. The output projection has no bias."""
 
     partial_rotary_factor: float = Field(0.5, gt=0.0, le=1.0)
     """Part of each head that is rotated."""
@@ -126,12 +126,12 @@ class ModelShape(Section):
 
     @property
     def has_key_heads(self) -> bool:
-        """True for grouped-query attention, with a projection of its own for queries, keys and values."""
+        """True for grouped-query attention, with separate projections for queries, keys and values."""
         return not self.is_latent
 
     @property
     def latent_width(self) -> int:
-        """Numbers of a token from which latent attention makes its keys and values: the latent and the rotated key."""
+        """Values per token from which latent attention makes its keys and values: the latent and the rotated key."""
         return (self.kv_lora_rank or 0) + (self.qk_rope_head_dim or 0)
 
 
@@ -148,12 +148,12 @@ class _ModelBase(Section):
     tokenizer.json or its folder, or ``hf://owner/name``."""
 
     attention_kernel: Literal["default", "FA3", "FA4"] = "default"
-    """Flash attention on a GPU: the kernel that torch brings, or that of a package: FA3 is FlashAttention 3
-    (`flash_attn_interface`, for Hopper), FA4 is FlashAttention 4 (`flash_attn.cute`, for Hopper and Blackwell)."""
+    """Flash attention on a GPU: the kernel of torch, or of a package: FA3 is FlashAttention 3 (`flash_attn_interface`,
+    for Hopper), FA4 is FlashAttention 4 (`flash_attn.cute`, for Hopper and Blackwell)."""
 
     @property
     def stated_shape(self) -> dict[str, Any]:
-        """The keys of the shape that the table sets."""
+        """Keys of the shape that the table sets."""
         table = self.model_dump(include=set(ModelShape.model_fields))
         return {key: value for key, value in table.items() if value is not None}
 

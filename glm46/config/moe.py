@@ -32,7 +32,7 @@ class MoEConfig(Section):
 
     router_temperature: Schedule = 1.0
     """Divisor of the router logits; a schedule warms it up. 1 is off. It is part of what the network computes: see
-    docs/model.md. [adapter] takes a constant alone."""
+    docs/model.md. [adapter] accepts only a constant."""
 
     capacity_factor: float | None = Field(None, gt=0.0)
     """Largest number of tokens that an expert takes from one micro-batch, relative to an even share; tokens above it
@@ -44,5 +44,5 @@ class MTPConfig(Section):
     """[mtp]: multi-token prediction; model.num_nextn_predict_layers = 0 switches it off."""
 
     loss_weight: Annotated[Schedule, Needs("model.num_nextn_predict_layers")] = 0.3
-    """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1.
-    With [rl] it has a gradient for the prediction layers alone."""
+    """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1. With [rl]
+    only the prediction layers get its gradient."""

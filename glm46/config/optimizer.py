@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from glm46.config.faults import show
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import LocalPath, Needs, Removed, Section
 
 _MUON = Needs("name", "Muon")
 
@@ -13,8 +13,16 @@ _MUON = Needs("name", "Muon")
 class OptimizerConfig(Section):
     """[optimizer]: Muon for the matrices and AdamW for the rest, or AdamW for everything."""
 
+    removed = {
+        "nesterov": Removed("Muon always looks ahead by one momentum step; remove it"),
+        "ns_dtype": Removed("Newton-Schulz computes in training.mixed_precision_param; remove it"),
+        "router": Removed("routers are under Muon; remove it"),
+        "lm_head": Removed("the output head is under AdamW; remove it"),
+    }
+
     name: Literal["Muon", "AdamW"] = "Muon"
-    """Muon: matrices and experts under Muon, the rest under AdamW. AdamW: everything under AdamW."""
+    """Muon: matrices, routers and experts under Muon; embedding, output head, norms and biases under AdamW, as in
+    Moonlight. AdamW: everything under AdamW."""
 
     lr: float = Field(2.5e-4, gt=0.0)
     """Peak learning rate. With adjust_lr = "match_rms_adamw" one rate serves Muon and AdamW."""
@@ -37,40 +45,28 @@ class OptimizerConfig(Section):
     momentum: Annotated[float, _MUON] = Field(0.95, ge=0.0, lt=1.0)
     """Muon: decay of the momentum."""
 
-    nesterov: Annotated[bool, _MUON] = True
-    """Muon: look ahead by one momentum step."""
-
     ns_steps: Annotated[int, _MUON] = Field(5, ge=1, lt=100)
-    """Muon: Newton-Schulz iterations."""
-
-    ns_dtype: Annotated[Literal["bfloat16", "float16", "float32"], _MUON] = "bfloat16"
-    """Muon: precision of the Newton-Schulz products."""
+    """Muon: Newton-Schulz iterations, in training.mixed_precision_param."""
 
     adjust_lr: Annotated[Literal["match_rms_adamw", "original"], _MUON] = "match_rms_adamw"
     """Muon: scale of the update. match_rms_adamw: 0.2 * sqrt(max(rows, columns)), as GLM-4.5 trains, with lr near
     2.5e-4. original: sqrt(max(1, rows / columns)), Keller Jordan's rule, with lr near 0.02."""
 
-    router: Annotated[Literal["muon", "adamw"], _MUON] = "muon"
-    """Optimizer of the router weights under name = "Muon"; GLM-4.5's paper reads as Muon."""
-
-    lm_head: Annotated[Literal["adamw", "muon"], _MUON] = "adamw"
-    """Optimizer of the output head under name = "Muon". GLM-4.5's paper reads as Muon; Moonlight and DeepSeek use
-    AdamW."""
-
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Type of the optimizer states. 8bit: torchao's levels, with a scale per block."""
+    """Type of the optimizer states. 8bit: torchao's levels, with a scale per block. Types other than FP32 are rounded
+    stochastically (docs/training.md)."""
 
     state_offload: Literal["none", "cpu", "nvme"] = "none"
-    """cpu: optimizer states stay in host memory (pinned beside a GPU) and are copied to the device and back while other
-    weights are updated. nvme: they stay in a file on a local disk, and pass through host memory. Results and
-    checkpoints are the same bits."""
+    """cpu: optimizer states stay in host memory (pinned if there is a GPU) and are copied to the device and back while
+    other weights are updated. nvme: they stay in a file on a local disk, and pass through host memory. Results and
+    checkpoints are bit-identical."""
 
     state_offload_folder: Annotated[LocalPath | None, Needs("state_offload", "nvme")] = None
     """nvme: folder of the file, on a local disk of each node. Its space is free again when the run ends."""
 
 
 def state_folder_message(folder: object, fault: str) -> str:
-    """The message of an unfit ``state_offload_folder``."""
+    """Return the message about an unfit ``state_offload_folder``."""
     return (
         f"optimizer.state_offload_folder = {show(str(folder))}: {fault}; name a folder on a local disk with enough "
         'room, or set optimizer.state_offload = "cpu"'

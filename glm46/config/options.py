@@ -1,4 +1,4 @@
-"""The list of verbs, and the types of options that several verbs share."""
+"""List of verbs, and types of options that several verbs share."""
 
 import argparse
 import os
@@ -19,14 +19,12 @@ VERBS = {
     "preflight": "check hosts, network, storage and the files of a run before it begins",
     "setup-cluster": "check the hosts of a cluster, make their folders, write hostfile and job script",
     "prepare": "make the shards of the sources that are missing, verify the others",
-    "teach": "store what a teacher says of the prepared chats of a run, for distillation",
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
     "benchmark": "measure the speed of this machine for a plan; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
     "rl": "show samples of reinforcement learning; see rl --help",
     "rl-servers": "print, or start, the inference servers of a run, host by host",
     "inspect": "count and show what is in a folder of shards; see inspect --help",
-    "metrics": "serve the metrics of a run for Prometheus; see metrics --help",
     "plot": "draw metrics of runs as a picture; see plot --help",
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
@@ -35,25 +33,25 @@ VERBS = {
     "init": "write the shipped TOML files and their schema",
 }
 """Help of each verb. The function of the verb ``setup-cluster`` is `setup_cluster_command` in
-`glm46.commands.setup_cluster`, and so on."""
+`glm46.commands.setup_cluster`; the other verbs follow the same pattern."""
 
 
 SCRIPT_VARIABLE = "GLM46_START"
 """Environment variable in which run_train.sh passes its own command line."""
 
 MOST_PROCESSES = 2**20
-"""Of a run; plans of more would take minutes."""
+"""Largest number of processes of a run; plans of more would take minutes."""
 
 
 class VerbParser(argparse.ArgumentParser):
-    """The parser of all verbs, of one, or of one of its kinds: options cannot be abbreviated, and a word that is not
-    known is answered with the nearest known one."""
+    """Parser of the list of verbs, of one verb, or of one of its kinds. Options cannot be abbreviated, and the error
+    about an unknown word suggests the nearest known one."""
 
     def __init__(self, **options):
         super().__init__(**{"allow_abbrev": False} | options)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse; an unknown option that is similar to a known one is refused with the known one."""
+        """Parse arguments; the error about an unknown option suggests a similar known one."""
         parsed, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             name = word.partition("=")[0]
@@ -61,34 +59,38 @@ class VerbParser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}: did you mean {near}?")
         return parsed, unknown
 
-    def _check_value(self, action: argparse.Action, value) -> None:  # also of the word that chooses a verb or its kind
+    def _check_value(self, action: argparse.Action, value) -> None:  # also for the word that chooses a verb or its kind
         if action.choices is not None and value not in action.choices:
             near = nearest(value, action.choices, 0.5)
             remedy = f"did you mean {near}?" if near else f"choose from {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"{value[:40]!r}: unknown; {remedy}")
 
+    def print_help(self, file=None) -> None:
+        """Print the help. argparse's own method hides errors of writing, for example to a full disk."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
-        """End with one line; the usage of a verb fills a screen."""
+        """Exit with a message of one line, without the usage, which would fill a screen."""
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def verb_parser(verb: str, **options) -> VerbParser:
-    """The parser of a verb that has its own options."""
+    """Return the parser of a verb that has its own options."""
     return VerbParser(prog=f"python -m glm46 {verb}", **options)
 
 
-def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    """Type of an option: an integer in this range."""
+def whole(minimum: int, maximum: int = 10**9) -> Callable[[str], int]:
+    """Return the type of an option that is an integer in this range."""
 
     def read(text: str) -> int:
         shown = repr(text if len(text) <= 40 else f"{text[:40]}…")
         if not re.fullmatch("-?[0-9]+", text):
             raise argparse.ArgumentTypeError(f"{shown}: expected a whole number, in digits")
-        number = int(text[:40])  # of more digits, too, on the same side of both bounds
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number of at least {least:,}")
-        if number > most:
-            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number of at most {most:,}")
+        number = int(text[:40])  # a longer number is on the same side of both bounds
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number of at least {minimum:,}")
+        if number > maximum:
+            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number of at most {maximum:,}")
         return number
 
     return read
@@ -101,7 +103,7 @@ _processes = whole(1, MOST_PROCESSES)
 
 
 def above_zero(text: str) -> float:
-    """Type of an option: a finite number greater than 0."""
+    """Parse an option that is a finite number greater than 0."""
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
@@ -109,7 +111,7 @@ def above_zero(text: str) -> float:
 
 
 def process_count(text: str) -> int | None:
-    """Type of the option ``--nproc``: a number of processes, or None for ``auto``."""
+    """Parse the option ``--nproc``: a number of processes, or None for ``auto``."""
     if text == "auto":
         return None
     try:
@@ -131,7 +133,7 @@ def require_picture(verb: str, option: str, path: Path, suffixes: Sequence[str])
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before the work whose result it takes.
+    """Refuse a file that cannot be written, before the work whose result is written to it.
 
     Raises:
         UserError: its folder does not exist, it is a folder, or the system refuses to open it.

@@ -32,7 +32,8 @@ class Override:
 
 def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]:
     """Split argv tokens into overrides; tokens that are not overrides become faults."""
-    overrides, faults = [], []
+    overrides = []
+    faults = []
     remaining = list(tokens)
     while remaining:
         token = remaining.pop(0)
@@ -51,29 +52,29 @@ def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]
 def apply_overrides(table: dict, overrides: Sequence[Override]) -> list[Fault]:
     """Put overrides into the table, in order, in place; missing tables are created."""
     faults = []
-    stated = {override.key for override in overrides if override.value is not _ABSENT}
+    set_keys = {override.key for override in overrides if override.value is not _ABSENT}
     for override in overrides:
         fault = _apply(table, override)
         if fault:
             faults.append(fault)
         other = ALTERNATIVES.get(override.key)
-        if other and override.key in stated and other not in stated:
+        if other and override.key in set_keys and other not in set_keys:
             _apply(table, Override(other, _ABSENT))
     return faults
 
 
 def key_parts(key: str) -> list[str | int]:
-    """``data.sources[0].weight`` as ``["data", "sources", 0, "weight"]``."""
+    """Split a dotted key: ``data.sources[0].weight`` becomes ``["data", "sources", 0, "weight"]``."""
     return [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
 
 
 def dotted(parts: Sequence[str | int]) -> str:
-    """The inverse of `key_parts`."""
+    """Join the parts of a dotted key, the inverse of `key_parts`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
 def take_out(table: dict, place: Sequence[str | int]) -> None:
-    """Remove the key at a place; nothing happens if the table does not have it."""
+    """Remove the key at a place, if the table has it."""
     outer: Any = table
     for part in place[:-1]:
         if isinstance(outer, dict) and part not in outer:
@@ -84,7 +85,7 @@ def take_out(table: dict, place: Sequence[str | int]) -> None:
 
 
 def literal(text: str) -> Any:
-    """A text as a TOML value; a string if it is not one."""
+    """Parse a text as a TOML value; return the text itself if it is not one."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:

@@ -1,14 +1,14 @@
-"""The sections [parallelism], [comm], [fault_tolerance], [compile] and [activation_checkpoint]."""
+"""The sections [parallelism], [comm], [compile] and [activation_checkpoint]."""
 
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from glm46.config.section import CountOrAll, Needs, Section
+from glm46.config.section import CountOrAll, Needs, Removed, Section
 
 
 class PipelineSchedule(NamedTuple):
-    """Properties of a schedule of torch.distributed.pipelining that rules and planner need."""
+    """Properties of a torch.distributed.pipelining schedule that rules and planner need."""
 
     stages_per_rank: int
     """Default number of stages per rank."""
@@ -33,6 +33,12 @@ PIPELINE_SCHEDULES = {
 class ParallelismConfig(Section):
     """[parallelism]: the mesh. Degrees multiply to the number of processes; experts borrow their axis."""
 
+    removed = {
+        "defer_gradient_sync": Removed(
+            "FSDP2 sums gradients after each micro-batch, and replicas and pipelines once per step; remove it"
+        ),
+    }
+
     data_parallel_replicate_degree: int = Field(1, ge=1)
     """Replicas of the sharded model (HSDP)."""
 
@@ -42,11 +48,6 @@ class ParallelismConfig(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered weights after forward (always), keep them for backward (never), or always except under pipeline
     parallelism (default)."""
-
-    defer_gradient_sync: bool = False
-    """Sum gradients over ranks after the last micro-batch of a step only, in place of after each one: gradient
-    accumulation then communicates less, and each rank holds the whole gradients of its layers in FP32: BF16 sums would
-    lose small ones. A pipeline does so in any case."""
 
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that share each matrix (tensor with sequence parallel). Divides model.num_key_value_heads, or is a multiple
@@ -82,15 +83,15 @@ class ParallelismConfig(Section):
     expert_exchange: Annotated[
         Literal["auto", "all_to_all", "two_level", "deepep"], Needs("expert_parallel_degree", above=1)
     ] = "auto"
-    """The way of tokens to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
-    and there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of equal
-    size, or on one. deepep: the same by the kernels of DeepEP 2, a package for NVIDIA GPUs, in BF16. auto: two_level
-    where it is possible, else all_to_all."""
+    """The way of tokens to their experts. all_to_all: one row for each expert of a token. two_level: one row to each
+    host, and from there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of
+    equal size, or on one host. deepep: the same with the kernels of DeepEP 2, a package for NVIDIA GPUs, in BF16. auto:
+    two_level where possible, else all_to_all."""
 
     expert_exchange_chunks: Annotated[int | None, Needs("expert_parallel_degree", above=1)] = Field(None, ge=1, le=2)
-    """Parts in which the tokens of a micro-batch travel to their experts. 2: the rows of one travel while the experts
-    compute the other. Absent: 2 with two levels over several hosts, if each expert then has 512 rows at a time on
-    average, which products need."""
+    """Parts in which the tokens of a micro-batch travel to their experts. 2: one part travels while the experts compute
+    the other. Absent: 2 with two_level over several hosts if each expert then has 512 rows per part on average (fewer
+    rows make products slow), else 1."""
 
     @property
     def stated_ranks(self) -> int:
@@ -104,16 +105,16 @@ class ParallelismConfig(Section):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Weights of layers stay gathered after forward. By default in a pipeline, for all micro-batches of a step:
-        schedules that split backward lose the gradients of freed weights without an error."""
+        """True if the weights of layers stay gathered after forward. This is the default in a pipeline, for all
+        micro-batches of a step: schedules that split backward silently lose the gradients of freed weights."""
         policy = self.fsdp_reshard_after_forward
         return policy == "never" or (policy == "default" and self.pipeline_parallel_degree > 1)
 
     @property
     def stages_per_rank(self) -> int:
         """Stages of each rank of the pipeline."""
-        stated = self.pipeline_parallel_stages_per_rank
-        return PIPELINE_SCHEDULES[self.pipeline_parallel_schedule].stages_per_rank if stated is None else stated
+        configured = self.pipeline_parallel_stages_per_rank
+        return PIPELINE_SCHEDULES[self.pipeline_parallel_schedule].stages_per_rank if configured is None else configured
 
     @property
     def stages(self) -> int:
@@ -136,14 +137,6 @@ class CommConfig(Section):
     the groups of each axis of the mesh. Each writes a row of metrics. 0: never."""
 
 
-class FaultToleranceConfig(Section):
-    """[fault_tolerance]: what a run of a hostfile does when hosts are lost."""
-
-    min_replicas: Annotated[int, Needs("parallelism.data_parallel_replicate_degree", above=1)] = Field(0, ge=0)
-    """With --max-restarts, a run that has lost hosts and has no spare goes on with fewer replicas of the model, but at
-    least this many. The samples of a step stay the same. 0: never."""
-
-
 class CompileConfig(Section):
     """[compile]: torch.compile of each transformer block."""
 
@@ -151,30 +144,43 @@ class CompileConfig(Section):
     """Compile the blocks; takes some seconds at the start."""
 
 
+_NO_UNIFORM = (
+    'Megatron\'s "uniform", which recomputes groups of layers, is not offered; write mode = "full", which recomputes '
+    "layer by layer, or add every_n_layers = n, which recomputes one layer of n and keeps the others, for more memory"
+)
+
+
 class ActivationCheckpointConfig(Section):
     """[activation_checkpoint]: trade compute for memory."""
+
+    refused = {
+        "recompute_granularity": "it is Megatron's; write mode",
+        "recompute_method": _NO_UNIFORM,
+        "recompute_modules": 'it is Megatron\'s; write mode = "selective" and recompute',
+        "recompute_num_layers": _NO_UNIFORM,
+    }
 
     mode: Literal["none", "selective", "full"] = "none"
     """none keeps every activation. full keeps the input of each block and recomputes the block in backward. selective
     also keeps the results of attention, experts and token exchanges, and recomputes the rest."""
 
     recompute: Annotated[tuple[Literal["core_attn", "experts", "exchange"], ...], Needs("mode", "selective")] = ()
-    """Results that selective does not keep but recomputes too, for steps between its memory and that of full: core_attn
-    of attention between its projections, experts of the products of routed experts, exchange of the rows that came from
-    other ranks, which are sent again."""
+    """Results that selective does not keep but recomputes too, for memory between selective and full. core_attn:
+    attention between its projections. experts: the products of routed experts. exchange: the rows that came from other
+    ranks, which are sent again."""
 
     every_n_layers: Annotated[int, Needs("mode", ("selective", "full"))] = Field(1, ge=1)
     """Apply the mode to the first of every n layers of a pipeline stage, prediction layers included, and keep every
-    activation of the others: each n is a step between the memory and the speed of none and of the mode."""
+    activation of the others: a larger n uses more memory and is faster."""
 
     cpu_checkpointing: Annotated[bool, Needs("mode", ("selective", "full"))] = False
     """Keep in host memory what the mode keeps of a layer, its input and results, until backward needs it. A GPU copies
-    it while it computes other layers; the two last layers of a forward stay on it."""
+    it while it computes other layers; the last two layers of a forward stay on the GPU."""
 
     def mode_of(self, index: int) -> Literal["none", "selective", "full"]:
-        """The mode of a layer, by its place in its pipeline stage."""
+        """Return the mode of a layer, by its index in its pipeline stage."""
         return "none" if index % self.every_n_layers else self.mode
 
     def sends_again(self, mode: str) -> bool:
-        """True if the recomputation of a layer under a mode sends its tokens to their experts again."""
+        """Return True if recomputing a layer under a mode sends its tokens to their experts again."""
         return mode == "full" or (mode == "selective" and "exchange" in self.recompute)

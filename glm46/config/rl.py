@@ -5,31 +5,42 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, Needs, OnHub, Schedule, Section
+from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, Needs, OnHub, Removed, Schedule, Section
 
 Algorithm = Literal[
-    "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
+    "gspo",
+    "gspo_glm",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "cispo",
+    "ppo",
+    "reinforce++",
+    "reinforce++_baseline",
+    "rloo",
+    "tv",
     "distillation",
-]  # fmt: skip
-_WEIGHED, _TO_REFERENCE = Needs("kl.weight"), Needs("kl.to", "reference")
+]
+_WEIGHED = Needs("kl.weight")
+_TO_REFERENCE = Needs("kl.to", "reference")
 _LEVELS = ("token", "sequence", "geometric")
 
 
 class ClipConfig(Section):
-    """[rl.clip]: how far the ratio of new to old policy may lead. Absent keys are those of the preset."""
+    """[rl.clip]: bounds for the ratio of new to old policy. Absent keys come from the preset."""
+
+    removed = {"dual": Removed("a sample with a negative advantage has no further bound; remove it")}
 
     low: float | None = Field(None, ge=0.0)
-    """The ratio is clipped below 1 - low; from 1 on no bound. algorithm = "tv": largest fall of a probability."""
+    """The ratio is clipped below 1 - low; at 1 or more there is no bound. algorithm = "tv": largest fall of a
+    probability."""
 
     high: float | None = Field(None, ge=0.0)
     """The ratio is clipped above 1 + high. algorithm = "tv": largest rise of a probability."""
 
-    dual: float = Field(0.0, ge=0.0)
-    """With a negative advantage A the loss of a token is at most -dual * A (arXiv 1912.09729); 0: no bound."""
-
 
 class KLConfig(Section):
-    """[rl.kl]: penalty for the distance from another policy. Absent keys are those of the preset."""
+    """[rl.kl]: penalty for the distance from another policy. Absent keys come from the preset."""
 
     weight: float | None = Field(None, ge=0.0)
     """Factor of the penalty; 0: no penalty, and no reference network."""
@@ -47,45 +58,46 @@ class KLConfig(Section):
 
 class CorrectionConfig(Section):
     """[rl.correction]: weights for the difference between the policy as the engine computed it and as the trainer does,
-    w = old policy of the trainer / policy of the rollout. Absent keys are those of the preset."""
+    w = old policy of the trainer / policy of the rollout. Absent keys come from the preset."""
+
+    removed = {
+        "normalize": Removed("weights are not divided by their mean; remove it"),
+        "veto": Removed('reject samples with reject_level = "sequence" or "geometric" instead'),
+    }
 
     level: Literal["none", "token", "sequence", "geometric"] | None = None
-    """none: no weights. token: w of each token. sequence: its product over a sample. geometric: the mean of that."""
+    """none: no weights. token: w of each token. sequence: product of w over the tokens of a sample. geometric:
+    geometric mean of w over these tokens."""
 
     mode: Annotated[Literal["truncate", "clip", "mask"] | None, Needs("level", _LEVELS)] = None
     """truncate: min(w, high) (TIS). clip: into [low, high]. mask: 0 outside of [low, high] (IcePop)."""
 
     low: Annotated[float | None, Needs("level", _LEVELS), Needs("mode", ("clip", "mask"))] = Field(None, ge=0.0)
-    """Absent: 1 / high."""
+    """Lower bound of w. Absent: 1 / high."""
 
     high: Annotated[float | None, Needs("level", _LEVELS)] = Field(None, ge=1.0)
     """Upper bound of w."""
 
-    normalize: Annotated[bool, Needs("level", _LEVELS)] = False
-    """Divide the weights by their mean over the optimizer step, all ranks and micro-batches: over tokens, or at the
-    levels of samples over samples."""
-
     reject_level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Take what lies outside of [reject_low, reject_high] out of the loss, at this level (MIS)."""
+    """Level at which w is computed for rejection: tokens or samples outside of [reject_low, reject_high] are excluded
+    from the loss (MIS)."""
 
     reject_low: Annotated[float | None, Needs("reject_level", _LEVELS)] = Field(None, ge=0.0)
-    """Absent: 1 / reject_high."""
+    """Lower bound of rejection. Absent: 1 / reject_high."""
 
     reject_high: Annotated[float, Needs("reject_level", _LEVELS)] = Field(2.0, ge=1.0)
-    """Upper bound; for "geometric" near 1, such as 1.0001."""
-
-    veto: float = Field(0.0, ge=0.0, lt=1.0)
-    """A sample with a token whose w is below this leaves the loss; 0: no sample does."""
+    """Upper bound of rejection; for "geometric" near 1, such as 1.0001."""
 
     @property
     def is_used(self) -> bool:
-        """True if w of a resolved section changes the loss."""
-        return self.level != "none" or self.reject_level != "none" or self.veto > 0
+        """True if w changes the loss. The section must be resolved."""
+        return self.level != "none" or self.reject_level != "none"
 
 
 class ReferenceConfig(Section):
-    """[rl.reference]: the weights of the reference, if they are not those that the run began with. Shape and tokenizer
-    are those of the policy. They are frozen, sharded as the policy, and read at every start."""
+    """[rl.reference]: the weights of the reference, if they differ from the weights that the run began with. Shape and
+    tokenizer are the same as for the policy. The weights are frozen, sharded like the policy, and read at every
+    start."""
 
     refused = FORMAT_IS_FOUND
 
@@ -103,94 +115,74 @@ class CriticConfig(Section):
     """Tokens of the schedule's clock during which only the critic learns."""
 
 
-class StopConfig(Section):
-    """[rl.stop]: when a run ends before its budget is spent, because the policy or the engine went bad: it is saved and
-    ends with the reason. Each step with a row of metrics is looked at (metrics.log_freq)."""
-
-    max_mismatch_kl: float = Field(0.0, ge=0.0)
-    """Largest ``mismatch_kl``: the KL divergence of the policy that generated the samples from the trainer's, as
-    estimated before the first step of a rollout. 0: no bound."""
-
-    min_entropy: float = Field(0.0, ge=0.0)
-    """Smallest ``entropy``, the mean over tokens in nats. 0: no bound."""
-
-    equal_rollouts: int = Field(0, ge=0)
-    """So many rollouts in a row that teach nothing, because in each of their groups all rewards are equal, end the run.
-    0: none do."""
-
-
 class RLConfig(Section):
     """[rl]: train a policy on rewards of its own samples. ``algorithm`` is a preset of the other keys."""
+
+    removed = {
+        "reference_offload": Removed("the reference is held like the policy; remove it, or shard over more ranks"),
+        "gae_lambda": Removed("it is 1 in the preset of PPO; remove it"),
+        "filter": Removed("dynamic_sampling = true skips groups of equal rewards; remove it"),
+        "stop": Removed("watch the metrics mismatch_kl, entropy and equal_groups_ratio; remove the section"),
+    }
 
     algorithm: Algorithm = "gspo"
     """gspo: arXiv 2507.18071, gspo_glm with the narrower clip of GLM's recipe; grpo: 2402.03300; dr_grpo: 2503.20783;
     dapo: 2503.14476; cispo: 2506.13585; ppo: 1707.06347; reinforce++ and reinforce++_baseline: 2501.03262; rloo:
-    2402.14740; tv: a mask on the change of probabilities in place of a clip; distillation: the advantage
-    of a token is the log-probability of the teacher, which is [rl.reference], less that of the policy (arXiv
+    2402.14740; tv: a mask on the change of probabilities instead of a clip; distillation: the advantage of a token is
+    its log-probability under the teacher, which is [rl.reference], minus its log-probability under the policy (arXiv
     2306.13649)."""
 
     prompts_per_rollout: int = Field(ge=1)
-    """Prompts taken at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
-    training.global_batch_size samples."""
+    """Prompts of one rollout, each sampled group_size times from one policy. One rollout is one or several optimizer
+    steps of training.global_batch_size samples."""
 
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
 
     ratio: Literal["token", "sequence"] | None = None
-    """Ratio of new to old policy: of each token, or one of each sample, the geometric mean over its tokens (GSPO).
-    Absent: that of the preset."""
+    """Ratio of new to old policy: of each token, or of each sample, as the geometric mean over its tokens (GSPO).
+    Absent: from the preset."""
 
     old_policy: Literal["trainer", "rollout"] | None = None
     """Log-probabilities that the ratio divides by. trainer: computed before the first step of a rollout, or by the
-    forward pass of that step if it is the only one and neither correction.normalize nor a penalty in the reward reads
-    them. rollout: those of the engine. Absent: that of the preset."""
-
-    reference_offload: Annotated[bool, _WEIGHED, _TO_REFERENCE] = False
-    """The weights of the reference stay in host memory (pinned beside a GPU), sharded; FSDP2 copies those of a layer to
-    the device to compute it."""
+    forward pass of that step if it is the only one and no penalty in the reward reads them. rollout: as the engine
+    computed them. Absent: from the preset."""
 
     routing_replay: bool = False
     """The policy computes log-probabilities and gradients with the experts that the engine chose for each token, as
-    constants (R3, arXiv 2510.11370). The weights of the experts are its own, so that the routers still learn."""
+    constants (R3, arXiv 2510.11370). The policy still computes the weights of these experts, so the routers still
+    learn."""
 
     advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"] | None = None
     """group_std: (reward - mean of its group) / deviation of its group; group_mean: without the division;
     leave_one_out: reward - mean of the others of its group; returns: sum of the later rewards of the tokens; gae:
-    generalised advantage estimation with a critic. Absent: that of the preset."""
+    generalised advantage estimation with a critic. Absent: from the preset."""
 
     gamma: Annotated[float | None, Needs("advantage", ("returns", "gae"))] = Field(None, ge=0.0, le=1.0)
-    """Discount per token, for advantage = "returns" or "gae". Absent: that of the preset."""
-
-    gae_lambda: Annotated[float | None, Needs("advantage", "gae")] = Field(None, ge=0.0, le=1.0)
-    """Weight of later value differences, for advantage = "gae". Absent: 1."""
+    """Discount per token, for advantage = "returns" or "gae". Absent: from the preset."""
 
     reduction: Literal["token_mean", "sample_mean", "constant"] | None = None
     """token_mean: mean over all tokens of the optimizer step; sample_mean: mean over samples of the means over their
-    tokens; constant: sum over tokens / (samples * training.seq_len). Absent: that of the preset."""
+    tokens; constant: sum over tokens / (samples * training.seq_len). Absent: from the preset."""
 
     entropy_weight: float = Field(0.0, ge=0.0)
-    """Factor of the entropy that the loss rewards."""
+    """Factor of the entropy bonus in the loss."""
 
     dynamic_sampling: bool | None = None
-    """Use only groups whose rewards differ, and take more prompts in place of the others, in at most eight rounds:
-    a rollout that is not full then has fewer samples. Absent: that of the preset."""
+    """Use only groups whose rewards differ, and sample more prompts to replace the others, in at most eight rounds: a
+    rollout that is not full then has fewer samples. Absent: from the preset."""
 
     over_sampling: float = Field(1.0, ge=1.0, le=16.0)
-    """A round takes so many times the prompts that are missing, and uses the first of their groups that are worth a
-    step: the same samples in fewer rounds. Prompts behind the last one that is used come again in the next rollout."""
+    """A round samples this many times the prompts that are missing, and uses the first groups that qualify: as many
+    samples in fewer rounds. Prompts after the last used one are sampled again in the next rollout."""
 
     overlong_share: float | None = Field(None, ge=0.0, le=1.0)
-    """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
-    0: none do. Absent: that of the preset."""
-
-    filter: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
-    """``package.module:function`` of your own, which gets a group, a list of `Scored` (an `Answer` and its reward), and
-    returns whether it is worth a step. Others are replaced as those of dynamic_sampling, which may be on too. A group
-    is also left out if the call fails, or takes more than 10 seconds."""
+    """Share of the longest length, at its end: completions that end in it lose reward, linearly from 0 to 1. 0
+    disables. Absent: from the preset."""
 
     warm_up_rollouts: int = Field(0, ge=0)
-    """Rollouts at the start whose completions are the labels of the prompts, with the advantage 1, and not generated,
-    which is fine-tuning on them. For a model that would get no reward."""
+    """Rollouts at the start whose completions are not generated but are the labels of the prompts, with advantage 1:
+    fine-tuning on the labels. For a model that would get no reward."""
 
     prompts: PromptsConfig | None = None
     rewards: tuple[RewardTableConfig, ...] = ()
@@ -201,7 +193,6 @@ class RLConfig(Section):
     critic: Annotated[CriticConfig | None, Needs("advantage", "gae")] = None
     reference: Annotated[ReferenceConfig | None, _WEIGHED, _TO_REFERENCE] = None
     environment: EnvironmentConfig | None = None
-    stop: StopConfig = Field(default_factory=StopConfig)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -210,16 +201,11 @@ class RLConfig(Section):
 
     @property
     def reward_model(self) -> RewardTableConfig | None:
-        """The reward that a network gives."""
-        return next((one for one in self.rewards if one.name == "model"), None)
-
-    @property
-    def replaces_groups(self) -> bool:
-        """True if a resolved section leaves groups out and takes others."""
-        return bool(self.dynamic_sampling or self.filter)
+        """The reward that is computed by a network."""
+        return next((reward for reward in self.rewards if reward.name == "model"), None)
 
     def resolved(self) -> "ResolvedRL":
-        """The same section with every absent key of the preset filled in."""
+        """Return the section with absent keys filled in from the preset."""
         return ResolvedRL.model_validate(
             _merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True))
         )
@@ -229,9 +215,10 @@ class ResolvedClip(ClipConfig):
     """[rl.clip] with the keys of the preset."""
 
     kind: Literal["ppo", "cispo", "tv"]
-    """ppo: the smaller gain of the ratio and the clipped ratio. cispo: the clipped ratio is a constant weight of the
-    log-probability, so that no token loses its gradient (arXiv 2506.13585). tv: the ratio is not clipped; a token whose
-    probability has already moved by more than the bounds in the direction of its advantage has no gradient."""
+    """ppo: minimum of the objectives with the ratio and the clipped ratio. cispo: the clipped ratio is a constant
+    weight of the log-probability, so that no token loses its gradient (arXiv 2506.13585). tv: the ratio is not clipped;
+    a token whose probability has already moved by more than the bounds in the direction of its advantage has no
+    gradient."""
 
     low: float
     high: float
@@ -259,12 +246,14 @@ class ResolvedRL(RLConfig):
     advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"]
     gamma: float
     gae_lambda: float
+    """Weight of later value differences, for advantage = "gae"."""
+
     reduction: Literal["token_mean", "sample_mean", "constant"]
     overlong_share: float
     correction: ResolvedCorrection
     critic: CriticConfig
     whiten: bool
-    """Advantages of all tokens of a rollout get the mean 0 and the deviation 1."""
+    """Normalise the advantages of all tokens of a rollout to mean 0 and standard deviation 1."""
 
     clip: ResolvedClip
     kl: ResolvedKL
@@ -280,31 +269,38 @@ class ResolvedRL(RLConfig):
         return self.advantage == "gae"
 
     def is_on_policy(self, samples_per_step: Schedule | None) -> bool:
-        """True if the old policy is the one that is trained: there is one step of each rollout, and nothing before its
-        forward pass reads the old log-probabilities: a penalty in the reward, or the mean of weights. The ratio is then
-        1, with its gradient, and the step's own forward pass has them."""
+        """Return True if the old log-probabilities can come from the forward pass of the step itself, where the ratio
+        is 1 but has a gradient. Each rollout must have one step, and no penalty in the reward may need the old
+        log-probabilities before it."""
         is_in_reward = self.kl.weight > 0 and self.kl.where == "reward"
         is_one_step = self.samples_per_rollout == samples_per_step
-        return is_one_step and self.old_policy == "trainer" and not (self.correction.normalize or is_in_reward)
+        return is_one_step and self.old_policy == "trainer" and not is_in_reward
 
 
-def _merged(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """A table with the keys of another one in their place; tables inside are merged alike."""
-    both = {
+def _merged(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a table updated with the keys of another one that are not None, recursively."""
+    merged = {
         key: _merged(table[key], value) if isinstance(value, dict) and isinstance(table.get(key), dict) else value
-        for key, value in stated.items()
+        for key, value in changes.items()
     }
-    return table | {key: value for key, value in both.items() if value is not None}
+    return table | {key: value for key, value in merged.items() if value is not None}
 
 
 _BASE: dict[str, Any] = dict(
-    ratio="token", old_policy="trainer", advantage="group_std", whiten=False, gamma=1.0, gae_lambda=1.0,
-    reduction="sample_mean", critic={},
-    dynamic_sampling=False, overlong_share=0.0,
+    ratio="token",
+    old_policy="trainer",
+    advantage="group_std",
+    whiten=False,
+    gamma=1.0,
+    gae_lambda=1.0,
+    reduction="sample_mean",
+    critic={},
+    dynamic_sampling=False,
+    overlong_share=0.0,
     clip=dict(kind="ppo", low=0.2, high=0.2),
     kl=dict(weight=0.0, to="reference", where="loss", estimator="k3"),
     correction=dict(level="none", mode="truncate", high=2.0),
-)  # fmt: skip
+)
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": dict(ratio="sequence", clip=dict(low=3e-4, high=4e-4), correction=dict(level="token")),
     "gspo_glm": dict(ratio="sequence", clip=dict(low=1e-4, high=2e-4), correction=dict(level="token")),
@@ -316,15 +312,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce++": dict(advantage="returns", whiten=True, reduction="token_mean"),
     "reinforce++_baseline": dict(advantage="group_mean", whiten=True, reduction="token_mean"),
     "rloo": dict(advantage="leave_one_out"),
-    # Without later tokens the return of a token is -1 * (log policy - log teacher), and the reward of the last one.
+    # With gamma = 0 the return of a token is -1 * (log policy - log teacher), plus the reward at the last token.
     "distillation": dict(
-        advantage="returns", gamma=0.0, reduction="token_mean",
+        advantage="returns",
+        gamma=0.0,
+        reduction="token_mean",
         kl=dict(weight=1.0, where="reward", estimator="k1"),
     ),
     # The penalty is 1e-3 * (log ratio)^2, twice k2.
     "tv": dict(
-        advantage="group_mean", reduction="token_mean", old_policy="rollout", clip=dict(kind="tv"),
+        advantage="group_mean",
+        reduction="token_mean",
+        old_policy="rollout",
+        clip=dict(kind="tv"),
         kl=dict(weight=2e-3, to="old", estimator="k2"),
     ),
-}  # fmt: skip
-"""What each algorithm sets, beside `_BASE`."""
+}
+"""Keys that each algorithm sets, in addition to `_BASE`."""

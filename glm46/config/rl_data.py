@@ -1,10 +1,10 @@
-"""Tables of [rl] about what is asked and how answers are judged: prompts, rewards, validation."""
+"""Tables of [rl] about prompts, the environment, rewards and validation."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import DataFile, Needs, OnHub, Section
+from glm46.config.section import DataFile, Needs, OnHub, Removed, Section
 
 WITHOUT_LABELS = frozenset({"format", "repetition", "model"})
 """Rewards that do not read the label of a prompt."""
@@ -31,32 +31,37 @@ class PromptsConfig(Section):
 
     tools_key: str = "tools"
     """Key of the descriptions of the tools that a prompt offers, a list of JSON objects or its text. A row without it
-    offers none."""
+    offers no tools."""
 
     thinking: bool = False
     """True if the model may think before it answers; else the prompt closes the thought."""
 
     keep_thoughts: bool = False
-    """Past thoughts of a prompt stay in it (clear_thinking = false), in the format of GLM-4.7; else those before the
-    last user message are removed. What a run samples itself always stays in a conversation with [rl.environment]."""
+    """Past thoughts of a prompt stay in it (clear_thinking = false), in the format of GLM-4.7; else thoughts before the
+    last user message are removed. Thoughts that the run samples itself always stay in a conversation with
+    [rl.environment]."""
 
 
 class EnvironmentConfig(Section):
-    """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are not targets."""
+    """[rl.environment]: what replies to the turns of the policy, such as tools. Tokens of replies are not targets."""
+
+    removed = {"tries": Removed("an episode that fails runs once more; remove it")}
 
     kind: Literal["function", "command", "worker"] = "function"
-    """function: a function replies to each turn. command: a program of your own runs once for each sample, and asks the
-    policy by OpenAI's chat API. worker: such a program stays, and gets one sample after another (docs/rl.md)."""
+    """function: a function replies to each turn. command: a program of your own runs once for each sample, and calls
+    the policy through OpenAI's chat API. worker: such a program keeps running, and gets one sample after another
+    (docs/rl_agents.md)."""
 
     function: Annotated[str | None, _FUNCTION] = Field(None, pattern=r"^[\w.]+:\w+$")
     """``package.module:function`` of your own, which gets the `Answer` of a turn and the options, and returns the text
-    of the reply, or None at the end of the conversation. A turn that ends as a tool call gets it as the response of a
-    tool, another one as the user's message. A turn that says nothing behind its thought ends the conversation. A call
-    that fails or hangs drops its sample."""
+    of the reply, or None at the end of the conversation. The reply to a tool call is the response of a tool; any other
+    reply is the user's message. A turn without text after its thought ends the conversation. A call that fails or hangs
+    drops its sample."""
 
     max_turns: int = Field(4, ge=2)
-    """Turns of the policy in a conversation. All of its tokens together are at most rollout.max_new_tokens. A program
-    that asks for more is told so, and its sample counts as one that was cut."""
+    """Largest number of turns of the policy in a conversation. The tokens of all turns together are at most
+    rollout.max_new_tokens. A program that requests more turns or tokens gets an error, and its sample counts as
+    truncated."""
 
     timeout_seconds: float = Field(10.0, gt=0.0)
     """Longest time for one reply, or for the scoring command."""
@@ -65,43 +70,44 @@ class EnvironmentConfig(Section):
     """Options of the function."""
 
     command: Annotated[tuple[str, ...], _PROGRAM] = ()
-    """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
+    """The program, as a list of words; file paths in it are relative to the folder that the run was started in. It runs
     on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
-    row of the prompt without its label, as JSON of at most 128 KiB. Exit code 0 ends the episode well; with another one
-    it has failed. A worker gets these by lines."""
+    row of the prompt without its label, as JSON of at most 128 KiB. Exit code 0: the episode succeeded; any other: it
+    failed. A failed episode runs once more, with another seed; then its group continues without it. A worker gets the
+    tasks line by line."""
 
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
-    """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
-    its label and the ``messages`` of the last turn. The last line that it prints is the number that the reward "score"
-    gives; without it the last line of the first program is."""
+    """A program that runs after ``command`` has ended, in an empty folder of its own. GLM46_EPISODE_FOLDER names the
+    folder of ``command``, which is read-only for it. Its standard input is JSON: the ``row`` with its label and the
+    ``messages`` of the last turn. The last line of its standard output is the number of the reward "score". Absent: the
+    last line of the output of ``command``."""
 
     seconds: Annotated[float, _PROGRAM] = Field(3600.0, gt=0.0)
-    """Longest time for an episode; then its program is killed, and it has failed. A worker's start counts."""
-
-    tries: Annotated[int, _PROGRAM] = Field(2, ge=1)
-    """Most runs of an episode that fails, each with another seed. Then its group goes on without it."""
+    """Longest time for an episode, the start of a worker included; after it the program is killed and the episode
+    fails."""
 
     at_once: Annotated[int, _PROGRAM] = Field(64, ge=1)
-    """Programs that run at the same time, and most workers that are kept."""
+    """Largest number of programs that run at the same time, and of workers that are kept."""
 
     variables: Annotated[tuple[str, ...], _PROGRAM] = ()
-    """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;
-    others, such as keys of services, stay here."""
+    """Names of environment variables that both programs get, in addition to PATH, HOME, LANG, TMPDIR, PYTHONPATH and
+    similar ones; others, such as keys of services, are not passed on."""
 
     sandbox: Annotated[Literal["auto", "required"], _PROGRAM] = "auto"
-    """auto: programs run in bubblewrap where it starts, else under Landlock where the kernel has it, else as any
-    program of this user. required: the run is refused where neither works."""
+    """auto: programs run in bubblewrap where it starts, else under Landlock where the kernel has it, else without a
+    sandbox. required: the run is refused if neither bubblewrap nor the Landlock of Linux 6.12 works; under Landlock
+    programs then cannot change modes, owners and times of files."""
 
     allow: Annotated[tuple[str, ...], _PROGRAM] = ()
-    """Files and folders that the sandbox lets both programs read, beside those of the system, of Python and of the
-    command itself; "network" opens the network of the host to them."""
+    """Files and folders that the sandbox lets both programs read, in addition to the files of the system, of Python and
+    of the command itself; "network" gives them the network of the host."""
 
 
 class RewardTableConfig(Section):
-    """[[rl.rewards]]: one part of the reward. A part that fails, hangs or gives no number drops its sample."""
+    """[[rl.rewards]]: one part of the reward. A sample is dropped if a part fails, hangs or gives no number."""
 
     name: str
-    """math, exact, choice, format, repetition, code, remote, score, model (docs/rl.md, docs/reward_model.md), or
+    """math, exact, choice, format, repetition, code, remote, score, model (docs/rl_rewards.md), or
     ``package.module:function`` of your own, which gets an `Answer` and the options."""
 
     weight: float = 1.0
@@ -115,13 +121,13 @@ class RewardTableConfig(Section):
 
 
 class PromptSetConfig(Section):
-    """[[rl.validation]]: prompts that are answered in each validation ([validation] enable, freq)."""
+    """[[rl.validation]]: prompts that the policy answers in each validation ([validation] enable, freq)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name in metrics."""
 
     file: Annotated[DataFile, OnHub("dataset")]
-    """As that of [rl.prompts], with its keys."""
+    """File of prompts, in the format of rl.prompts.file and with the keys of [rl.prompts]."""
 
     samples: int = Field(1, ge=1)
     """Answers to each prompt: the estimate of pass@k is unbiased up to k = samples."""

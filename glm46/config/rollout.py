@@ -13,7 +13,7 @@ _LOCAL = Needs("kind", "local")
 
 
 def server_address(url: str) -> str:
-    """An address of a server without a path; raises ValueError for anything else."""
+    """Return the address of a server without a trailing slash. Raises ValueError if it is not ``http://HOST:PORT``."""
     if not re.fullmatch(r"https?://[^/:]+(:\d+)?/?", url):
         raise ValueError("is not the address of a server; write http://HOST:PORT")
     return url.rstrip("/")
@@ -26,8 +26,8 @@ def _different(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RolloutConfig(Section):
-    """[rollout]: how completions are generated: from the whole distribution, without top-p and top-k, whose support the
-    trainer would not know."""
+    """[rollout]: how completions are generated: from the whole distribution, without top-p and top-k, because the
+    trainer would not know which tokens they exclude."""
 
     refused = dict.fromkeys(
         ("top_p", "top_k", "min_p"),
@@ -40,10 +40,10 @@ class RolloutConfig(Section):
     policy after each update."""
 
     max_new_tokens: int = Field(ge=1)
-    """Longest completion in tokens. With the longest prompt it fits into training.seq_len."""
+    """Longest completion in tokens. Together with the longest prompt it must fit into training.seq_len."""
 
     temperature: float = Field(1.0, gt=0.0)
-    """Logits are divided by it when tokens are generated, and in training."""
+    """Divisor of the logits, in generation and in training."""
 
     tensor_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
     """Ranks that share each matrix, and the keys and values of a sample, while they generate; independent of
@@ -57,28 +57,28 @@ class RolloutConfig(Section):
     stage."""
 
     max_num_seqs: int | None = Field(None, ge=1)
-    """Samples at once: by a rank or the ranks that share a model, or by a server. Absent: 64, or 1024 by
-    a server, which queues those that it has no room for. In a rank each has keys and values of training.seq_len tokens
-    in memory; more of them generate faster as long as a step of decoding is not bound by arithmetic."""
+    """Samples generated at the same time, by a rank or the ranks that share a model, or by a server. Absent: 64, or
+    1024 for a server, which queues samples that it has no room for. On a rank each sample has keys and values of
+    training.seq_len tokens in memory; more samples are faster until decoding is bound by arithmetic."""
 
     speculative: Annotated[bool, _LOCAL] = False
     """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] trains these layers on the
     samples, by mtp.loss_weight."""
 
     keep_latest_k: int = Field(10, ge=0)
-    """Rollouts that the journal keeps, beside those that a resume from a checkpoint needs; older ones are removed. 0:
-    keep all."""
+    """Number of newest rollouts that the journal keeps, in addition to those that a resume from a checkpoint needs; 0
+    keeps all."""
 
     max_staleness: Annotated[int, _SERVED] = Field(0, ge=0)
-    """Rollouts that the weights which generate a sample may be older than those that it first trains. 0: the servers
-    wait while the policy trains, and it waits while they generate. 1: they generate the next one while this
-    one trains. More: so many rollouts are on their way at once, and long samples go on through updates, each token by
-    the weights of its time. Local rollouts have none: the ranks that generate are those that train."""
+    """Largest number of rollouts by which the weights that generate a sample may be older than the weights that it
+    first trains. 0: servers and trainer take turns. 1: the servers generate the next rollout while this one trains.
+    More: this many rollouts are generated ahead, and long samples continue across updates, each token from the weights
+    that are loaded at that time. Without servers it is 0: the same ranks generate and train."""
 
     when_stale: Annotated[Literal["wait", "drop"], _SERVED] = "wait"
-    """Of a group that is not finished when it reaches ``max_staleness``. wait: training waits for it. drop: another
-    prompt takes its place, and at the next rollout it is ended and left out, so that one long episode stops no
-    training."""
+    """What to do with a group that is not finished when it reaches ``max_staleness``. wait: training waits for it.
+    drop: another prompt replaces it, and at the next rollout it is aborted and skipped, so that one long episode does
+    not stop training."""
 
     urls: Annotated[
         tuple[Annotated[str, AfterValidator(server_address)], ...], AfterValidator(_different), _SERVED
@@ -87,33 +87,33 @@ class RolloutConfig(Section):
 
     launch: Annotated[tuple[str, ...], _SERVED] = ()
     """Command, as a list of words, that starts a server of vLLM or SGLang on this machine, for each of ``urls``;
-    ``{folder}`` and ``{port}`` in it stand for the model and the port. The servers end with the run. Absent: they run
-    already."""
+    ``{folder}`` and ``{port}`` in it stand for the model and the port. The servers end with the run. Absent: the
+    servers are already running."""
 
     weights: Annotated[Literal["disk", "broadcast"], _SERVED] = "disk"
     """How servers get the policy. disk: all ranks write a folder, which each server loads. broadcast: rank 0 sends the
-    tensors to the workers of the servers, over NCCL between GPUs and else over gloo, without a disk that they share."""
+    tensors to the workers of the servers, over NCCL between GPUs, else over gloo, without a shared disk."""
 
     weights_dtype: Annotated[Literal["fp8-block", "fp8-channel"] | None, _SERVED] = None
     """Servers get the projections in FP8, with a scale for each 128 x 128 weights or each row, as ``convert to-hf
-    --dtype`` writes them; start them with such a folder. The samples are those of rounded weights, which rl.correction
-    weighs. Absent: in training.mixed_precision_param."""
+    --dtype`` writes them; start them with such a folder. Samples then come from rounded weights, which rl.correction
+    corrects for. Absent: weights in training.mixed_precision_param."""
 
     weights_folder: Annotated[LocalPath | None, _SERVED] = None
-    """Folder, of this run alone, in which servers find the policy: on a disk that all ranks and servers see under this
+    """Folder of this run alone from which servers load the policy, on a disk that all ranks and servers see under this
     path. Absent: a folder in job.dump_folder."""
 
     send_adapters: Annotated[bool, _SERVED] = False
-    """The servers have the base of [adapter], and each update sends the adapters alone, by the server's own call.
-    Otherwise each update is the base with the adapters added, which servers of any options take."""
+    """The servers hold the base of [adapter], and each update sends only the adapters, with the server's own call.
+    Otherwise each update sends the base with the adapters added, which works with any server options."""
 
     deadline_seconds: Annotated[float, _SERVED] = Field(1800.0, gt=0.0)
-    """Longest time for one completion, its wait in the server included, and for one server's update. A completion that
-    takes longer is aborted; what was generated by then is kept."""
+    """Longest time in seconds for one completion, waiting in the server included, and for the update of one server. A
+    completion that takes longer is aborted; what was generated by then is kept."""
 
     @property
     def samples_at_once(self) -> int:
-        """``max_num_seqs``, if it is absent the number for this kind of engine."""
+        """``max_num_seqs``, or the default for this kind of engine."""
         return self.max_num_seqs or (64 if self.kind == "local" else 1024)
 
     @property

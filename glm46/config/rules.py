@@ -1,6 +1,6 @@
-"""Rules across keys: functions of `rules_*.py` that yield faults, whose messages take keys and values from the config.
+"""Rules across keys: registration of the functions of `rules_*.py`, and the messages of the faults that they yield.
 
-Rules about one key are in its field. A rule reads only the config; `check.py` has the order of the files.
+A rule about one key is in the type of its field. A rule reads only the config; `check.py` has the order of the files.
 """
 
 import inspect
@@ -31,7 +31,7 @@ Faults = Iterator[Broken]
 
 
 class Rule(NamedTuple):
-    """A function that yields faults, and the names of what it reads."""
+    """A function that yields faults, and the names of its parameters."""
 
     reads: tuple[str, ...]
     check: Callable[..., Faults]
@@ -41,7 +41,7 @@ _RULES: dict[str, list[Rule]] = defaultdict(list)
 
 
 def fault(text: str, *also: str) -> Broken:
-    """A fault with the message ``key = value: rule; remedy``.
+    """Return a fault with the message ``key = value: rule; remedy``.
 
     Args:
         text: the message, one line. A key in backticks stands for ``key = value``, or ``[key]`` of a section, with the
@@ -52,7 +52,7 @@ def fault(text: str, *also: str) -> Broken:
 
 
 def rule(check: Callable[..., Faults]) -> Callable[..., Faults]:
-    """Register a function as a rule of its file. The names of its parameters say what it reads: ``config``,
+    """Register a function as a rule of its file. The names of its parameters select what it reads: ``config``,
     ``world_size`` (None if the number of processes is not known yet), ``shape`` of a known preset, a section that may
     be absent, such as ``rl``, or ``algorithm``, which is [rl] with its preset. It is not called for a config that lacks
     one of them."""
@@ -61,37 +61,43 @@ def rule(check: Callable[..., Faults]) -> Callable[..., Faults]:
 
 
 def broken_rules(config: RunConfig, world_size: int | None, files: tuple[ModuleType, ...]) -> list[Fault]:
-    """The faults of a config by the rules of some files, in their order."""
-    found: dict[str, Any] = {
-        "config": config, "rl": config.rl, "rollout": config.rollout, "adapter": config.adapter,
-        "finetune": config.finetune, "preference": config.preference, "distillation": config.distillation,
+    """Return the faults of a config under the rules of some files, in the order of the files."""
+    arguments: dict[str, Any] = {
+        "config": config,
+        "rl": config.rl,
+        "rollout": config.rollout,
+        "adapter": config.adapter,
+        "finetune": config.finetune,
+        "preference": config.preference,
         "algorithm": None if config.rl is None else config.rl.resolved(),
         "shape": resolve_shape(config.model) if config.model.flavor in PRESETS else None,
-    }  # fmt: skip
-    found = {name: value for name, value in found.items() if value is not None} | {"world_size": world_size}
+    }
+    arguments = {name: value for name, value in arguments.items() if value is not None} | {"world_size": world_size}
     return [
         described(config, broken)
         for file in files
         for reads, check in _RULES[file.__name__]
-        if found.keys() >= set(reads)
-        for broken in check(*(found[name] for name in reads))
+        if arguments.keys() >= set(reads)
+        for broken in check(*(arguments[name] for name in reads))
     ]
 
 
 def described(config: Section, broken: Broken) -> Fault:
-    """The fault of a broken rule, with the values of its keys."""
+    """Return the fault of a broken rule, with the values of its keys in the message."""
     message = _KEY.sub(lambda key: with_value(config, key[1]), broken.text)
     return Fault((*dict.fromkeys(_KEY.findall(broken.text)), *broken.also), message)
 
 
 def messages(config: Section, faults: Faults) -> list[str]:
-    """The messages of faults."""
+    """Return the messages of faults."""
     return [described(config, broken).message for broken in faults]
 
 
 def with_value(config: Section, key: str) -> str:
-    """``key = value``, with the preset that gave it; ``[key]`` of a section, and the key alone of an absent value."""
-    value, origin = _at(config, key), ""
+    """Return ``key = value``, with the preset that the value comes from; ``[key]`` for a section, and only the key if
+    the value is absent."""
+    value = _at(config, key)
+    origin = ""
     if value is None and isinstance(config, RunConfig):
         value = _at(with_presets(config), key)
         origin = f' (of rl.algorithm = "{config.rl.algorithm}")' if config.rl and key.startswith("rl.") else ""

@@ -9,7 +9,7 @@ from glm46.config.section import values_of
 
 @rule
 def base_is_loaded_whole(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """Adapters belong to trained weights, all of them."""
+    """Adapters start from trained weights, which are loaded completely."""
     if config.checkpoint.initial_load_path is None:
         yield fault(
             "`checkpoint.initial_load_path`: required by `adapter`, but absent; name the checkpoint or the Hugging "
@@ -22,7 +22,7 @@ def base_is_loaded_whole(config: RunConfig, adapter: AdapterConfig) -> Faults:
 
 @rule
 def base_stays_as_it_is(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
-    """Nothing but adapters is trained: routers and their selection biases belong to the base."""
+    """Only adapters are trained: routers and their selection biases belong to the base."""
     moe = config.moe
     rates = () if moe.balance == "none" else values_of(moe.bias_update_rate)
     for key, values, remedy in (
@@ -61,11 +61,13 @@ def base_is_in_full_precision(config: RunConfig, adapter: AdapterConfig) -> Faul
 
 @rule
 def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
-    """Some projections consist of whole groups of columns with one scale, and tensor parallelism splits none."""
+    """At least one projection consists of whole groups of columns that share a scale, and tensor parallelism does not
+    split a group."""
     if adapter.base_dtype is None:
         return
-    tp, size = config.parallelism.tensor_parallel_degree, BASE_FORMATS[adapter.base_dtype].columns
-    # Columns of the projections back to the hidden size, which tensor parallelism splits; experts stay whole.
+    tp = config.parallelism.tensor_parallel_degree
+    size = BASE_FORMATS[adapter.base_dtype].columns
+    # Input columns that tensor parallelism splits, of the projections back to the hidden size; experts stay whole.
     split = {
         "model.num_attention_heads x model.head_dim": shape.num_attention_heads * shape.head_dim,
         "model.intermediate_size": shape.intermediate_size,
@@ -98,7 +100,7 @@ def magnitudes_are_on_the_device(config: RunConfig, adapter: AdapterConfig) -> F
 
 @rule
 def adapted_layers_exist(adapter: AdapterConfig, shape: ModelShape) -> Faults:
-    """The range of layers is inside the model, and every target is there."""
+    """The range of layers is inside the model, and every target exists in it."""
     first, last = adapter.layers or (0, shape.num_hidden_layers - 1)
     if not 0 <= first <= last < shape.num_hidden_layers:
         yield fault("`adapter.layers`: must be [first, last] with 0 <= first <= last < `model.num_hidden_layers`")
@@ -112,13 +114,15 @@ def adapted_layers_exist(adapter: AdapterConfig, shape: ModelShape) -> Faults:
         if target in adapter.targets and not is_there and "targets" in adapter.model_fields_set:
             yield fault(
                 f'`adapter.targets`: none of the layers {first} to {last} {why}; remove "{target}"',
-                "adapter.layers", "model.first_k_dense_replace", "model.n_shared_experts",
-            )  # fmt: skip
+                "adapter.layers",
+                "model.first_k_dense_replace",
+                "model.n_shared_experts",
+            )
 
 
 @rule
 def targets_are_different(adapter: AdapterConfig) -> Faults:
-    """There is a target, each is named once, and the rank of experts has experts."""
+    """There is a target, each is named once, and expert_rank is set only with experts among them."""
     if not adapter.targets:
         yield fault("`adapter.targets`: nothing would be trained; name one, or remove the key")
     if len(set(adapter.targets)) < len(adapter.targets):
@@ -126,8 +130,9 @@ def targets_are_different(adapter: AdapterConfig) -> Faults:
     if adapter.expert_rank is not None and "experts" not in adapter.targets:
         yield fault(
             '`adapter.expert_rank`: has no effect without "experts" in adapter.targets; add it, or remove '
-            "adapter.expert_rank", "adapter.targets",
-        )  # fmt: skip
+            "adapter.expert_rank",
+            "adapter.targets",
+        )
 
 
 @rule
@@ -140,5 +145,6 @@ def expert_ranks_are_aligned(config: RunConfig, adapter: AdapterConfig) -> Fault
     if "experts" in adapter.targets and rank % entries:
         yield fault(
             f"`adapter.{key}`: must be a multiple of {entries} for experts in {dtype}; take "
-            f"{-(-rank // entries) * entries}{other}", "training.mixed_precision_param",
-        )  # fmt: skip
+            f"{-(-rank // entries) * entries}{other}",
+            "training.mixed_precision_param",
+        )

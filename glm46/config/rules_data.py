@@ -1,9 +1,8 @@
-"""Rules about what is read: sources and stages of [data], tasks of [validation]."""
+"""Rules about the sources and stages of [data]."""
 
 from itertools import combinations
 
 from glm46.config.data import DataStageConfig
-from glm46.config.faults import show
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
 from glm46.config.text_recipe import LABELLED, PAIRS, PREFERENCES
@@ -11,7 +10,7 @@ from glm46.config.text_recipe import LABELLED, PAIRS, PREFERENCES
 
 @rule
 def there_is_a_source(config: RunConfig) -> Faults:
-    """There is at least one source, unless the run makes its own text."""
+    """There is at least one source, unless [rl] generates the text."""
     if not config.data.sources and config.rl is None:
         yield fault(
             "data.sources: no source to train on; add a [[data.sources]] table with name and path", "data.sources"
@@ -47,9 +46,10 @@ def stages_follow_each_other(config: RunConfig) -> Faults:
 
 @rule
 def stages_weigh_the_sources(config: RunConfig) -> Faults:
-    """Each stage has one weight per source, and at least one above zero."""
+    """Each stage has one weight per source, and at least one weight above zero."""
     for index, stage in enumerate(config.data.stages):
-        key, sources = f"data.stages[{index}].weights", len(config.data.sources)
+        key = f"data.stages[{index}].weights"
+        sources = len(config.data.sources)
         if stage.weights is not None and len(stage.weights) != sources:
             yield fault(f"`{key}`: must have one weight for each of the {sources} sources; 0 skips one", "data.sources")
         elif stage.weights is not None and (min(stage.weights) < 0 or not sum(stage.weights)):
@@ -59,10 +59,12 @@ def stages_weigh_the_sources(config: RunConfig) -> Faults:
 @rule
 def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
     """No stage is longer than training.seq_len, the mesh splits its sequences evenly, and its window is not longer."""
-    context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
+    context = config.parallelism.context_parallel_degree
+    tensor = config.parallelism.tensor_parallel_degree
     pieces = (2 * context if context > 1 else 1) * tensor
     for index, stage in enumerate(config.data.stages):
-        place, length = f"data.stages[{index}]", stage.seq_len or config.training.seq_len
+        place = f"data.stages[{index}]"
+        length = stage.seq_len or config.training.seq_len
         if stage.seq_len is not None and stage.seq_len > config.training.seq_len:
             yield fault(
                 f"`{place}.seq_len`: longer than `training.seq_len`, which validation uses; raise training.seq_len to "
@@ -71,14 +73,16 @@ def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
         elif stage.seq_len is not None and stage.seq_len % pieces:
             yield fault(
                 f"`{place}.seq_len`: must be a multiple of {pieces}, into which context and tensor parallelism split a "
-                f"sequence; take {-(-stage.seq_len // pieces) * pieces}", "parallelism",
-            )  # fmt: skip
+                f"sequence; take {-(-stage.seq_len // pieces) * pieces}",
+                "parallelism",
+            )
         if stage.sliding_window is not None and stage.sliding_window > length:
             yield fault(
                 f"`{place}.sliding_window`: longer than the sequences of this stage, {length} tokens, so it limits "
                 "nothing; lower it, or write -1 to attend to all previous tokens",
-                f"{place}.seq_len", "training.seq_len",
-            )  # fmt: skip
+                f"{place}.seq_len",
+                "training.seq_len",
+            )
 
 
 @rule
@@ -88,22 +92,24 @@ def stages_read_apart(config: RunConfig) -> Faults:
         low, high = stage.documents
         if not 0.0 <= low < high <= 1.0:
             yield fault(f"`data.stages[{index}].documents`: must be a range [low, high] with 0 <= low < high <= 1")
-    for (one, first), (other, second) in combinations(enumerate(config.data.stages), 2):
+    for (first_index, first), (second_index, second) in combinations(enumerate(config.data.stages), 2):
         lengths = [stage.seq_len or config.training.seq_len for stage in (first, second)]
         overlap = max(first.documents[0], second.documents[0]) < min(first.documents[1], second.documents[1])
         shared = [config.data.sources[i].name for i in _read(config, first) & _read(config, second)]
         if overlap and shared and not (lengths[0] == lengths[1] and first.documents == second.documents):
-            both = (f"data.stages[{one}]", f"data.stages[{other}]")
+            places = (f"data.stages[{first_index}]", f"data.stages[{second_index}]")
             yield fault(
-                f"{', '.join(both)}: both read {', '.join(sorted(shared))} with different sequence lengths or "
+                f"{', '.join(places)}: both read {', '.join(sorted(shared))} with different sequence lengths or "
                 "documents, so that some documents would be read twice; give them ranges that do not overlap, such as "
-                "documents = [0.0, 0.8] and [0.8, 1.0]", *both,
-            )  # fmt: skip
+                "documents = [0.0, 0.8] and [0.8, 1.0]",
+                *places,
+            )
 
 
 @rule
 def chats_are_read_whole(config: RunConfig) -> Faults:
-    """A row holds whole documents of chats, which see only themselves: the rest of a cut one would lose its prompt."""
+    """Documents of chats are packed whole and attend only to themselves: the second part of a cut chat would lose its
+    prompt."""
     for index, source in enumerate(config.data.sources):
         if source.recipe is not None and source.recipe.is_chat:
             yield from chat_faults(config, index, source.recipe.max_tokens, f"data.sources[{index}].recipe.max_tokens")
@@ -119,42 +125,49 @@ def sources_are_what_the_task_reads(config: RunConfig) -> Faults:
 
 
 def preference_faults(config: RunConfig, format: str, key: str, named: str) -> Faults:
-    """The fault of a source that is not what the task reads.
+    """Yield the fault of a source that does not fit the task.
 
     Args:
-        format: of its rows.
-        named: ``key``, or what else states what the source holds.
+        format: format of its rows.
+        named: ``key``, or another name for the place that defines the format.
     """
-    preference, loss_type = config.preference, "finetune.preference.loss_type"
+    preference = config.preference
+    loss_type = "finetune.preference.loss_type"
     what = {PAIRS: "pairs", LABELLED: "labelled answers"}.get(format, "no pairs")
     if preference is None:
         if format in PREFERENCES:
             yield fault(
                 f"{named}: {what}, which only [finetune.preference] reads; add that section, or give another source",
-                key, "finetune.preference",
-            )  # fmt: skip
+                key,
+                "finetune.preference",
+            )
     elif format == LABELLED and preference.loss_type != "kto":
         yield fault(
             f'{named}: labelled answers, which only {loss_type} = "kto" reads; set that, or give a source with '
-            'format = "preference"', key, loss_type,
-        )  # fmt: skip
+            'format = "preference"',
+            key,
+            loss_type,
+        )
     elif format not in PREFERENCES:
         more = ' or "unpaired_preference"' if preference.loss_type == "kto" else ""
         yield fault(
             f'{named}: no pairs, which [finetune.preference] reads; give a source with format = "preference"{more}, or '
-            "remove that section", key, "finetune.preference",
-        )  # fmt: skip
+            "remove that section",
+            key,
+            "finetune.preference",
+        )
 
 
 def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: str) -> Faults:
-    """The faults of a source of chats.
+    """Yield the faults of a source of chats.
 
     Args:
-        index: of the source.
-        max_tokens: most tokens of its documents; None: not stated.
-        named: what states them.
+        index: index of the source.
+        max_tokens: largest number of tokens of a document; None: not configured.
+        named: name of the place that defines ``max_tokens``.
     """
-    source, stages = config.data.sources[index], config.data.stages
+    source = config.data.sources[index]
+    stages = config.data.stages
     key = f"data.sources[{index}].packing"
     if source.packing != "best_fit":
         yield fault(f'`{key}`: cuts chats between rows; set packing = "best_fit"')
@@ -166,48 +179,30 @@ def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: st
     lengths = [stage.seq_len or config.training.seq_len for stage in stages if index in _read(config, stage)]
     shortest = min(lengths, default=config.training.seq_len)
     is_kto = config.preference is not None and config.preference.loss_type == "kto"
-    most = shortest // 2 if is_kto else shortest
+    cap = shortest // 2 if is_kto else shortest
     if max_tokens is None:
-        yield fault(f"{named}: absent, and chats need it; set it to at most {most}, by the shortest rows", named)
-    elif shortest >= max_tokens > most:
+        yield fault(f"{named}: absent, and chats need it; set it to at most {cap}, by the shortest rows", named)
+    elif shortest >= max_tokens > cap:
         yield fault(
             f"{named} = {max_tokens}: longer than half of the shortest rows that read it, {shortest} tokens, and KTO "
-            f"needs several answers in each row, to put them behind each other's prompts; lower it to {most}, or raise "
-            "seq_len", named, "training.seq_len", "data.stages", "finetune.preference.loss_type",
-        )  # fmt: skip
+            f"needs several answers in each row, to put them behind each other's prompts; lower it to {cap}, or raise "
+            "seq_len",
+            named,
+            "training.seq_len",
+            "data.stages",
+            "finetune.preference.loss_type",
+        )
     elif max_tokens > shortest:
         yield fault(
             f"{named} = {max_tokens}: longer than the shortest rows that read it, {shortest} tokens, and a document of "
-            f"chats must fit into a row; lower it to {most}, or raise seq_len",
-            named, "training.seq_len", "data.stages",
-        )  # fmt: skip
+            f"chats must fit into a row; lower it to {cap}, or raise seq_len",
+            named,
+            "training.seq_len",
+            "data.stages",
+        )
 
 
 def _read(config: RunConfig, stage: DataStageConfig) -> set[int]:
-    """Indices of the sources that a stage reads."""
+    """Return the indices of the sources that a stage reads."""
     weights = stage.weights or [1.0] * len(config.data.sources)
     return {i for i, weight in enumerate(weights[: len(config.data.sources)]) if weight > 0}
-
-
-@rule
-def validation_tasks_are_whole_and_differ(config: RunConfig) -> Faults:
-    """A validation task says what it measures, and when, and each is there once: its columns are named after it."""
-    found: dict[str, str] = {}
-    every = config.validation.freq
-    for index, task in enumerate(config.validation.tasks):
-        place, is_standard = f"validation.tasks[{index}]", task.kind == "standard"
-        key = f"{place}.{'names' if is_standard else 'kind'}"
-        for name in task.names if is_standard else (task.kind,):
-            if other := found.get(name):
-                remedy = "name each task once" if is_standard else "put the lengths into one task"
-                yield fault(f"{key} = {show(name)}: the same as {other}; {remedy}", key, other)
-            found.setdefault(name, key)
-        needed, example = ("names", '["glm46_next_line"]') if is_standard else ("lengths", "[4096]")
-        if not getattr(task, needed):
-            yield fault(
-                f"{place}.{needed}: required with kind = {show(task.kind)}; add it, for example {needed} = {example}",
-                f"{place}.{needed}", f"{place}.kind",
-            )  # fmt: skip
-        if task.freq is not None and task.freq % every:
-            near = -(-task.freq // every) * every
-            yield fault(f"`{place}.freq`: must be a multiple of `validation.freq`; take {near}")

@@ -11,7 +11,8 @@ from glm46.config.run_config import RunConfig
 @rule
 def heads_group_evenly(shape: ModelShape) -> Faults:
     """Each key and value head serves the same number of query heads."""
-    queries, heads = shape.num_attention_heads, shape.num_key_value_heads
+    queries = shape.num_attention_heads
+    heads = shape.num_key_value_heads
     if queries % heads:
         near = near_values(queries, queries + heads, lambda n: n % heads == 0)
         yield fault(f"`model.num_attention_heads`: must be a multiple of `model.num_key_value_heads`; {near}")
@@ -32,13 +33,16 @@ def rotated_part_is_even(shape: ModelShape) -> Faults:
 
 @rule
 def latent_keys_fit_together(shape: ModelShape) -> Faults:
-    """Latent attention has all of its keys, heads of one width, and none of what only grouped queries have."""
+    """Latent attention has all of its keys, heads of one width, and no key of grouped-query attention alone."""
     keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     missing = [f"model.{key}" for key in keys if getattr(shape, key) is None]
     if missing:
         if len(missing) < len(keys):
-            yield fault(f"`{missing[0]}`: is absent, and other keys of latent attention are there; set it, or take the "
-                        "flavor GLM-4.7-Flash", *missing)  # fmt: skip
+            yield fault(
+                f"`{missing[0]}`: is absent, and other keys of latent attention are there; set it, or take the "
+                "flavor GLM-4.7-Flash",
+                *missing,
+            )
         return
     rotated = shape.qk_rope_head_dim or 0
     width = rotated + (shape.qk_nope_head_dim or 0)
@@ -53,9 +57,11 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
                 f"heads have one width; take {width}"
             )
     for key, value in (
-        ("num_key_value_heads", shape.num_attention_heads), ("use_qk_norm", False), ("attention_bias", False),
+        ("num_key_value_heads", shape.num_attention_heads),
+        ("use_qk_norm", False),
+        ("attention_bias", False),
         ("partial_rotary_factor", 1.0),
-    ):  # fmt: skip
+    ):
         if getattr(shape, key) != value:
             yield fault(
                 f"`model.{key}`: is not possible with latent attention (`model.kv_lora_rank`); take {show(value)}"
@@ -64,7 +70,7 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
 
 @rule
 def dense_layers_exist(shape: ModelShape) -> Faults:
-    """There are no more dense layers than layers."""
+    """There are at most as many dense layers as layers."""
     if shape.first_k_dense_replace > shape.num_hidden_layers:
         yield fault("`model.first_k_dense_replace`: there are only `model.num_hidden_layers`; lower it")
 
@@ -85,11 +91,11 @@ def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 def unaligned_experts(shape: ModelShape, dtype: str) -> Iterator[tuple[str, int, str]]:
-    """Widths of experts that grouped matmul refuses, in torch only at the first step: rows begin at multiples of 16
+    """Yield the widths of experts that grouped matmul would refuse at the first step: rows begin at multiples of 16
     bytes.
 
     Yields:
-        Key, the number that its value must be a multiple of, and both as a fault.
+        The key, the number of which its value must be a multiple, and the fault as text.
     """
     entries = 16 // {"bfloat16": 2, "float32": 4}[dtype]
     if shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
@@ -107,17 +113,6 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
             "`training.seq_len`: longer than `model.max_position_embeddings`; shorten it, or raise "
             "max_position_embeddings (and rope_theta with it)"
         )
-
-
-@rule
-def validation_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
-    """No row of a validation task is longer than the positions of the model."""
-    for index, task in enumerate(config.validation.tasks):
-        if max(task.lengths, default=0) > shape.max_position_embeddings:
-            yield fault(
-                f"`validation.tasks[{index}].lengths`: longer than `model.max_position_embeddings`; take lengths up to "
-                "that, or raise it"
-            )
 
 
 @rule

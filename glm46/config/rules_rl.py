@@ -1,4 +1,4 @@
-"""Rules about [rl]: keys that fit together, after the preset has filled in the absent ones."""
+"""Rules about [rl]: which keys fit together, after the preset has filled in absent keys."""
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.finetune import FineTuneConfig
@@ -7,34 +7,39 @@ from glm46.config.rollout import RolloutConfig
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
 
-_WIDEST_OF_SEQUENCE, _NARROWEST_OF_TOKEN = 0.05, 0.01
+_WIDEST_OF_SEQUENCE = 0.05
+_NARROWEST_OF_TOKEN = 0.01
 """Clips: a sequence's ratio is a mean over its tokens and stays within some 1e-4 of 1, a token's ratio does not."""
 
 
 @rule
 def one_task_is_chosen(rl: RLConfig, finetune: FineTuneConfig) -> Faults:
-    """A run fine-tunes, or it reinforces."""
+    """A run has [finetune] or [rl], not both."""
     yield fault("`rl`, `finetune`: both given, and a run has one task; remove one of them")
 
 
 @rule
 def rollout_is_whole_steps(config: RunConfig, rl: RLConfig) -> Faults:
-    """A rollout is one or several optimizer steps of one size."""
-    size, samples = config.training.global_batch_size, rl.samples_per_rollout
+    """A rollout is one or several optimizer steps of equal size."""
+    size = config.training.global_batch_size
+    samples = rl.samples_per_rollout
     if not isinstance(size, (int, float)) or size < 1 or samples % size:
         key = "training.global_batch_size"
-        stated = f"{key} = {size:g}" if isinstance(size, (int, float)) else f"`{key}`"
+        setting = f"{key} = {size:g}" if isinstance(size, (int, float)) else f"`{key}`"
         yield fault(
-            f"{stated}: [rl] needs the samples of an optimizer step, a divisor of rl.prompts_per_rollout * "
+            f"{setting}: [rl] needs the samples of an optimizer step, a divisor of rl.prompts_per_rollout * "
             f"rl.group_size = {samples}; set it to {samples}, or to a part of it",
-            key, "rl.prompts_per_rollout", "rl.group_size",
-        )  # fmt: skip
+            key,
+            "rl.prompts_per_rollout",
+            "rl.group_size",
+        )
 
 
 @rule
 def ratio_fits_its_clip(algorithm: ResolvedRL) -> Faults:
-    """The clip has the scale of the ratio."""
-    ratio, clip = algorithm.ratio, algorithm.clip
+    """The bounds of the clip fit the scale of the ratio."""
+    ratio = algorithm.ratio
+    clip = algorithm.clip
     if clip.kind == "tv":
         if ratio == "sequence":
             yield fault('`rl.ratio`, `rl.algorithm`: its bounds are on probabilities of tokens; set rl.ratio = "token"')
@@ -48,10 +53,6 @@ def ratio_fits_its_clip(algorithm: ResolvedRL) -> Faults:
         else:
             continue
         yield fault(f"`rl.clip.{key}`, `rl.ratio`: {remedy}")
-    if clip.dual and (clip.kind != "ppo" or clip.dual <= 1 + clip.high):
-        yield fault(
-            "`rl.clip.dual`: must be above 1 + rl.clip.high, and is not of `rl.algorithm` cispo; take 3.0, or remove it"
-        )
 
 
 @rule
@@ -68,11 +69,11 @@ def group_has_a_baseline(algorithm: ResolvedRL) -> Faults:
 
 @rule
 def over_sampling_saves_a_round(config: RunConfig, algorithm: ResolvedRL) -> Faults:
-    """More prompts in a round can take the place of groups that are left out."""
-    if algorithm.over_sampling > 1 and not algorithm.replaces_groups:
+    """Over-sampling is useful only if groups may be skipped and replaced."""
+    if algorithm.over_sampling > 1 and not algorithm.dynamic_sampling:
         yield fault(
-            "`rl.over_sampling`: no group is left out, and others are not needed; set rl.dynamic_sampling = true or "
-            "rl.filter, or remove rl.over_sampling"
+            "`rl.over_sampling`: no group is dropped, and others are not needed; set rl.dynamic_sampling = true, or "
+            "remove rl.over_sampling"
         )
     if algorithm.over_sampling > 1 and config.rollout is not None and config.rollout.max_staleness:
         yield fault(
@@ -83,7 +84,7 @@ def over_sampling_saves_a_round(config: RunConfig, algorithm: ResolvedRL) -> Fau
 
 @rule
 def penalty_has_a_gradient(algorithm: ResolvedRL) -> Faults:
-    """The KL penalty changes the policy."""
+    """The KL penalty has an effect on the policy."""
     kl = algorithm.kl
     if kl.weight and kl.where == "loss" and kl.estimator == "k1":
         yield fault(
@@ -92,28 +93,29 @@ def penalty_has_a_gradient(algorithm: ResolvedRL) -> Faults:
         )
     if kl.weight and kl.where == "reward" and kl.to == "old":
         yield fault(
-            "`rl.kl.to`, `rl.kl.where`: samples come from the old policy itself; set rl.kl.to = \"reference\", or "
+            '`rl.kl.to`, `rl.kl.where`: samples come from the old policy itself; set rl.kl.to = "reference", or '
             'rl.kl.where = "loss"'
-        )  # fmt: skip
+        )
 
 
 @rule
 def correction_has_other_weights(algorithm: ResolvedRL) -> Faults:
-    """Weights need another old policy than that of the rollout, and are at most 1 at their lower bounds."""
-    of = algorithm.correction
-    if of.is_used and algorithm.old_policy == "rollout":
+    """Correction weights need an old policy other than that of the rollout, and their lower bounds are at most 1."""
+    correction = algorithm.correction
+    if correction.is_used and algorithm.old_policy == "rollout":
         yield fault(
             "`rl.old_policy`: then no weights are left for `rl.correction`, all would be 1; set rl.old_policy = "
             '"trainer", or rl.correction.level = "none" and no rejection'
         )
     for name in ("low", "reject_low"):
-        if (getattr(of, name) or 0.0) > 1:
+        if (getattr(correction, name) or 0.0) > 1:
             yield fault(f"`rl.correction.{name}`: must be at most 1, the weight of equal policies; lower it")
 
 
 @rule
 def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: RolloutConfig) -> Faults:
-    """Samples that are generated ahead of training are weighed."""
+    """Samples that are generated ahead of training are corrected by weights, or the old policy is that of the
+    rollout."""
     if not rollout.max_staleness:
         if rollout.when_stale == "drop":
             yield fault(
@@ -130,13 +132,14 @@ def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: Rollo
 
 @rule
 def environment_has_its_program(rl: RLConfig) -> Faults:
-    """The kind of an environment names what replies, and its score is read."""
+    """The environment has the function or command that its kind needs, and a reward reads its score."""
     table = rl.environment
     key = "function" if table is None or table.kind == "function" else "command"
     if table is not None and not getattr(table, key):
         key = f"rl.environment.{key}"
         yield fault(f'`{key}`: absent, and `rl.environment.kind` = "{table.kind}" needs it; add it')
-    has_score, reads = bool(table and table.score_command), any(one.name == "score" for one in rl.rewards)
+    has_score = bool(table and table.score_command)
+    reads = any(reward.name == "score" for reward in rl.rewards)
     if has_score and not reads:
         yield fault('`rl.rewards`, `rl.environment.score_command`: no reward reads it; add one with name = "score"')
     if reads and (table is None or table.kind == "function"):
@@ -148,29 +151,30 @@ def environment_has_its_program(rl: RLConfig) -> Faults:
 
 @rule
 def reference_teaches(config: RunConfig, algorithm: ResolvedRL) -> Faults:
-    """[rl.reference] has weights of its own where they are offloaded, and a teacher is not the policy."""
-    checkpoint, key = config.checkpoint, "checkpoint.initial_load_path"
+    """The reference has weights to read at every start, and a teacher is not the policy."""
+    checkpoint = config.checkpoint
+    key = "checkpoint.initial_load_path"
     is_absent = algorithm.has_reference and algorithm.reference is None and checkpoint.initial_load_path is None
-    if is_absent and (checkpoint.load_path or algorithm.warm_up_rollouts):  # without either no run starts so
+    if is_absent and (
+        checkpoint.load_path or algorithm.warm_up_rollouts
+    ):  # without either, other rules require the key
         yield fault(
             f"{key}: absent, but with `rl.kl.weight` the reference is read from it at every start; name the weights "
-            "that the first start had, or add [rl.reference]", key,
-        )  # fmt: skip
-    if algorithm.reference_offload and algorithm.has_reference and config.is_reference_in_policy:
-        yield fault(
-            "`rl.reference_offload`: has no effect with `adapter`, where the base of the policy is the reference; "
-            "remove rl.reference_offload"
+            "that the first start had, or add [rl.reference]",
+            key,
         )
     if algorithm.algorithm == "distillation" and algorithm.reference is None:
         yield fault(
             "`rl.algorithm`: [rl.reference] is absent, and the policy would be its own teacher; add [rl.reference] "
-            "with load_path", "rl.reference",
-        )  # fmt: skip
+            "with load_path",
+            "rl.reference",
+        )
 
 
 @rule
 def adapters_fit_the_algorithm(algorithm: ResolvedRL, adapter: AdapterConfig) -> Faults:
-    """All weights of a critic are trained; a reference without adapters has nothing of earlier ones."""
+    """A critic, which trains all weights, is not combined with adapters, and earlier adapters are not missing in the
+    reference."""
     if algorithm.has_critic:
         yield fault(
             "`rl.advantage`: not possible with `adapter`, because the critic trains all weights; take an advantage "
@@ -179,5 +183,6 @@ def adapters_fit_the_algorithm(algorithm: ResolvedRL, adapter: AdapterConfig) ->
     if algorithm.has_reference and algorithm.reference is None and adapter.initial_load_path is not None:
         yield fault(
             "`adapter.initial_load_path`: the reference would be the base without these adapters; merge them with "
-            "'convert merge' and name the merged folder in [rl.reference]", "rl.kl.weight",
-        )  # fmt: skip
+            "'convert merge' and name the merged folder in [rl.reference]",
+            "rl.kl.weight",
+        )

@@ -1,4 +1,4 @@
-"""Rules about what a run with [rl] reads, generates and judges."""
+"""Rules about the prompts, generation and rewards of a run with [rl]."""
 
 from glm46.config.faults import counted, nearest
 from glm46.config.generation_degrees import degree_faults
@@ -13,7 +13,7 @@ from glm46.config.section import values_of
 
 @rule
 def sections_come_together(config: RunConfig) -> Faults:
-    """[rl] has prompts, rewards and [rollout], and none is there without [rl]."""
+    """[rl] has prompts, rewards and [rollout], and there is no [rollout] without [rl]."""
     rl = config.rl
     if rl is None:
         if config.rollout is not None:
@@ -34,24 +34,27 @@ def sections_come_together(config: RunConfig) -> Faults:
         sets = counted(len(rl.validation), "set")
         yield fault(
             f"`validation.enable`: {sets} of prompts in rl.validation would never be answered; set validation.enable = "
-            "true, or leave them out with --rl.validation=", "rl.validation",
-        )  # fmt: skip
+            "true, or leave them out with --rl.validation=",
+            "rl.validation",
+        )
 
 
 @rule
 def policy_has_a_base(config: RunConfig, rl: RLConfig) -> Faults:
-    """The policy starts from trained weights, or learns the labels first."""
-    key, starts = "checkpoint.initial_load_path", (config.checkpoint.load_path, config.checkpoint.initial_load_path)
+    """The policy starts from trained weights, or first learns the labels."""
+    key = "checkpoint.initial_load_path"
+    starts = (config.checkpoint.load_path, config.checkpoint.initial_load_path)
     if starts == (None, None) and not rl.warm_up_rollouts:
         yield fault(
             f"`rl`: {key} is absent; name the trained weights to start from, or set rl.warm_up_rollouts to learn the "
-            "labels first", key,
-        )  # fmt: skip
+            "labels first",
+            key,
+        )
 
 
 @rule
 def samples_fit_into_rows(config: RunConfig, rl: RLConfig, rollout: RolloutConfig) -> Faults:
-    """A sample, its prompt included, is one document of a row, and nothing is computed over whole rows."""
+    """A sample fits into a row together with its prompt, and no loss term or limit depends on what shares a row."""
     if rollout.max_new_tokens >= config.training.seq_len:
         yield fault(
             "`rollout.max_new_tokens`: `training.seq_len` leaves no room for a prompt; lower it, or raise "
@@ -97,8 +100,9 @@ def adapters_can_be_sent(config: RunConfig, rollout: RolloutConfig) -> Faults:
         has = "[adapter]: absent" if config.adapter is None else "`adapter.name`"
         yield fault(
             f'`rollout.send_adapters`, {has}: servers add LoRA alone; set adapter.name = "lora", or remove '
-            "rollout.send_adapters", "adapter.name",
-        )  # fmt: skip
+            "rollout.send_adapters",
+            "adapter.name",
+        )
 
 
 @rule
@@ -114,16 +118,18 @@ def the_model_can_generate(rollout: RolloutConfig, shape: ModelShape, world_size
 
 @rule
 def rewards_have_names(rl: RLConfig) -> Faults:
-    """Each reward is known and there once: its metrics are named after it. Its runs or tries fit into its time."""
-    known = ("math", "exact", "choice", "format", "repetition", "code", "remote", "score", "model")
+    """Each reward is known and listed once, because metrics are named after it. Its runs or tries fit into its time
+    limit."""
+    builtin = ("math", "exact", "choice", "format", "repetition", "code", "remote", "score", "model")
     for index, reward in enumerate(rl.rewards):
-        place, seconds = f"rl.rewards[{index}]", reward.options.get("seconds", 0)
+        place = f"rl.rewards[{index}]"
+        seconds = reward.options.get("seconds", 0)
         if reward.name in [other.name for other in rl.rewards[:index]]:
             yield fault(f"`{place}.name`: given twice; put what you need into one function")
-        elif reward.name not in known and ":" not in reward.name:
-            near = nearest(reward.name, known, 0.6)
+        elif reward.name not in builtin and ":" not in reward.name:
+            near = nearest(reward.name, builtin, 0.6)
             yield fault(
-                f"`{place}.name`: neither one of {', '.join(known)} nor package.module:function; "
+                f"`{place}.name`: neither one of {', '.join(builtin)} nor package.module:function; "
                 + (f"did you mean '{near}'?" if near else "correct it")
             )
         if reward.name == "model" and reward.options.keys() != {"load_path"}:
@@ -143,23 +149,26 @@ def rewards_have_names(rl: RLConfig) -> Faults:
 
 @rule
 def labels_are_read(rl: RLConfig) -> Faults:
-    """A file that says where its labels are has a reward that reads them."""
+    """If label_key is set, a reward reads the labels."""
     if rl.prompts is None or not rl.rewards or rl.warm_up_rollouts:
         return
-    key, names = rl.prompts.label_key, [reward.name for reward in rl.rewards]
+    key = rl.prompts.label_key
+    names = [reward.name for reward in rl.rewards]
     if key != type(rl.prompts).model_fields["label_key"].default and WITHOUT_LABELS.issuperset(names):
         yield fault(
             f"`rl.prompts.label_key`: none of the rewards ({', '.join(names)}) reads labels; add one such as math or "
-            "exact, or remove rl.prompts.label_key", "rl.rewards",
-        )  # fmt: skip
+            "exact, or remove rl.prompts.label_key",
+            "rl.rewards",
+        )
 
 
 @rule
 def warm_up_learns_whole_answers(config: RunConfig, algorithm: ResolvedRL) -> Faults:
-    """A label is an answer without a thought, and a rollout of labels one step."""
+    """Warm-up needs prompts without thoughts, because labels have none, and rollouts of one step."""
     if not algorithm.warm_up_rollouts:
         return
-    key, samples = "`rl.warm_up_rollouts`", algorithm.samples_per_rollout
+    key = "`rl.warm_up_rollouts`"
+    samples = algorithm.samples_per_rollout
     if algorithm.prompts is not None and algorithm.prompts.thinking:
         yield fault(
             f"{key}: labels hold no thoughts; set rl.prompts.thinking = false, or start from a fine-tuned model",
@@ -173,5 +182,6 @@ def warm_up_learns_whole_answers(config: RunConfig, algorithm: ResolvedRL) -> Fa
     if algorithm.kl.weight and algorithm.reference is None:
         yield fault(
             f"{key}: the reference would be the policy before it learned the labels; set rl.kl.weight = 0.0, or start "
-            "from a fine-tuned model", "rl.kl.weight",
-        )  # fmt: skip
+            "from a fine-tuned model",
+            "rl.kl.weight",
+        )

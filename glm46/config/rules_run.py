@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from glm46.config.faults import counted, nearest, show
+from glm46.config.faults import nearest, show
 from glm46.config.hub_ids import hub_keys
 from glm46.config.presets import PRESETS, relative_of
 from glm46.config.rules import Faults, fault, rule
@@ -13,10 +13,12 @@ from glm46.config.section import values_of
 
 @rule
 def flavor_is_a_preset(config: RunConfig) -> Faults:
-    """The flavor is an existing preset; the message lists them, and says what another model of the family needs."""
+    """The flavor is an existing preset; the message lists the presets, and what other models of the family would
+    need."""
     flavor = config.model.flavor
     if flavor not in PRESETS:
-        relative, near = relative_of(flavor), nearest(flavor, PRESETS, 0.6)
+        relative = relative_of(flavor)
+        near = nearest(flavor, PRESETS, 0.6)
         remedy = f"did you mean '{near}'? " if near and not relative else ""
         what = f"another model{relative}" if relative else "no such preset"
         yield fault(f"`model.flavor`: {what}; {remedy}Presets: {', '.join(PRESETS)}")
@@ -24,18 +26,18 @@ def flavor_is_a_preset(config: RunConfig) -> Faults:
 
 @rule
 def budget_is_given_once(config: RunConfig) -> Faults:
-    """Exactly one of tokens and steps is given: without one, training would never end."""
-    given = [budget for budget in (config.training.tokens, config.training.steps) if budget is not None]
-    if not given:
+    """Exactly one of tokens and steps is given: without either, training would never end."""
+    budgets = [budget for budget in (config.training.tokens, config.training.steps) if budget is not None]
+    if not budgets:
         yield fault("`training.tokens`, `training.steps`: both absent; set one of them")
-    if len(given) == 2:
+    if len(budgets) == 2:
         yield fault("`training.tokens`, `training.steps`: both given; remove one of them")
 
 
 @rule
 def schedules_keep_their_range(config: RunConfig) -> Faults:
     """Every value of a schedule is in the range of its key."""
-    for key, schedule, lowest, inclusive in (
+    for key, schedule, minimum, inclusive in (
         ("moe.bias_update_rate", config.moe.bias_update_rate, 0, True),
         ("moe.router_temperature", config.moe.router_temperature, 0, False),
         ("moe.sequence_aux_loss_weight", config.moe.sequence_aux_loss_weight, 0, True),
@@ -43,16 +45,17 @@ def schedules_keep_their_range(config: RunConfig) -> Faults:
         ("mtp.loss_weight", config.mtp.loss_weight, 0, True),
         ("training.global_batch_size", config.training.global_batch_size, 1, True),
     ):
-        wrong = [value for value in values_of(schedule) if value < lowest or (value == lowest and not inclusive)]
+        wrong = [value for value in values_of(schedule) if value < minimum or (value == minimum and not inclusive)]
         if wrong:
             point = f": value {show(wrong[0])}" if isinstance(schedule, tuple) else ""
-            yield fault(f"`{key}`{point}: must be {'at least' if inclusive else 'greater than'} {lowest}")
+            yield fault(f"`{key}`{point}: must be {'at least' if inclusive else 'greater than'} {minimum}")
 
 
 @rule
 def warmup_ends_before_decay(config: RunConfig) -> Faults:
     """The rate reaches its peak before it falls. A budget in steps is a short trial, which may end in its warm-up."""
-    scheduler, tokens = config.lr_scheduler, config.training.tokens
+    scheduler = config.lr_scheduler
+    tokens = config.training.tokens
     total = scheduler.total_tokens or (tokens and scheduler.start_tokens + tokens)
     if total is None:
         return
@@ -61,13 +64,15 @@ def warmup_ends_before_decay(config: RunConfig) -> Faults:
     if scheduler.warmup_tokens >= total:
         yield fault(
             f"`lr_scheduler.warmup_tokens`: the schedule ends at {total} tokens, before its peak; warm up for fewer "
-            "tokens, or raise training.tokens or lr_scheduler.total_tokens", *keys[1:],
-        )  # fmt: skip
+            "tokens, or raise training.tokens or lr_scheduler.total_tokens",
+            *keys[1:],
+        )
     elif scheduler.warmup_tokens > decay_start:
         yield fault(
             f"`lr_scheduler.decay_ratio`: the decay would begin at {decay_start:.0f} tokens, inside the warm-up of "
-            f"{scheduler.warmup_tokens}; lower decay_ratio or warmup_tokens", *keys,
-        )  # fmt: skip
+            f"{scheduler.warmup_tokens}; lower decay_ratio or warmup_tokens",
+            *keys,
+        )
 
 
 @rule
@@ -79,8 +84,9 @@ def run_fits_into_its_schedule(config: RunConfig) -> Faults:
         yield fault(
             f"`lr_scheduler.total_tokens`: the schedule ends before this run, which reaches {end} tokens "
             "(lr_scheduler.start_tokens + training.tokens); raise total_tokens to at least that",
-            "lr_scheduler.start_tokens", "training.tokens",
-        )  # fmt: skip
+            "lr_scheduler.start_tokens",
+            "training.tokens",
+        )
 
 
 @rule
@@ -104,9 +110,10 @@ def hugging_face_knows_the_model(config: RunConfig) -> Faults:
 
 
 def _last_windows(config: RunConfig) -> dict[str, int | None]:
-    """The windows, by their keys, with which a run may end: of its last stage of text, or of all stages under a budget
-    in steps."""
-    stages, tokens = dict(enumerate(config.data.stages)), config.training.tokens
+    """Return the sliding windows, by their keys, with which a run may end: the window of its last stage of text, or of
+    all stages under a budget in steps."""
+    stages = dict(enumerate(config.data.stages))
+    tokens = config.training.tokens
     if stages and tokens is not None:
         start = config.lr_scheduler.start_tokens
         clocks = config.data.stage_clocks(config.training.seq_len, start)
@@ -120,7 +127,7 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
 
 @rule
 def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
-    """A run continues another one, or begins a new clock with its weights."""
+    """A run continues another run, or starts a new clock from its weights, not both."""
     starts = (config.checkpoint.load_path, config.checkpoint.initial_load_path)
     # The base of adapters and the reference of a preference are read at every start, and have no clock.
     if None not in starts and not config.keeps_its_start:
@@ -133,7 +140,7 @@ def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
 @rule
 def weights_of_the_hub_are_in_its_format(config: RunConfig) -> Faults:
     """An id of the hub is not the step folder of a checkpoint."""
-    ids = {found.key for found in hub_keys(config)}
+    ids = {hub_key.key for hub_key in hub_keys(config)}
     for begin, (_, is_hf) in config.read_weights.items():
         if f"{begin}_path" in ids and not is_hf:
             switch = f"{begin}_in_hf"
@@ -154,49 +161,27 @@ def events_have_a_folder_of_their_own(config: RunConfig) -> Faults:
     """The folder of event files, which a new run renames, holds no other folder of the run."""
     if not config.metrics.enable_tensorboard:
         return
-    events, folders = os.path.abspath(config.tensorboard_folder), {"job.dump_folder": Path(config.job.dump_folder)}
+    events = os.path.abspath(config.tensorboard_folder)
+    folders = {"job.dump_folder": Path(config.job.dump_folder)}
     if config.checkpoint.enable:
         folders["checkpoint.folder"] = config.checkpoint_folder
     held = [key for key, folder in folders.items() if Path(os.path.abspath(folder)).is_relative_to(events)]
     for key in held[:1]:
         yield fault(
             f"`metrics.save_tb_folder`: must not hold {key} = {folders[key]}, because a new run renames it; name "
-            "another folder", key,
-        )  # fmt: skip
-
-
-@rule
-def recorded_steps_fit_between_profiles(config: RunConfig) -> Faults:
-    """A profile with its warm-up ends before the next one begins."""
-    profiling = config.profiling
-    if profiling.enable_profiling and profiling.profiler_warmup >= profiling.profile_freq:
-        needed = profiling.profiler_warmup + 1
-        yield fault(
-            f"`profiling.profile_freq`: must be at least profiling.profiler_warmup + 1 = {needed}; raise it, or lower "
-            "the warm-up", "profiling.profiler_warmup",
-        )  # fmt: skip
+            "another folder",
+            key,
+        )
 
 
 @rule
 def some_step_is_profiled(config: RunConfig) -> Faults:
-    """A run of a stated number of steps reaches the first profile."""
-    profiling, steps = config.profiling, config.training.steps
+    """A run with a budget in steps reaches the first profile."""
+    profiling = config.profiling
+    steps = config.training.steps
     is_on = profiling.enable_profiling or profiling.enable_memory_snapshot
     if is_on and steps is not None and profiling.profile_freq > steps:
         yield fault(
             "`profiling.profile_freq`: no step would be profiled, because the run ends at `training.steps`; lower it "
             f"to at most {steps}"
         )
-
-
-@rule
-def profiled_ranks_exist(config: RunConfig, world_size: int | None) -> Faults:
-    """Each rank that records is a rank of the run, and is named once."""
-    ranks = config.profiling.ranks
-    if len(set(ranks)) < len(ranks):
-        yield fault("`profiling.ranks`: names a rank twice; name each once")
-    if world_size is not None and max(ranks) >= world_size:
-        yield fault(
-            f"`profiling.ranks`: the run has {counted(world_size, 'process')}, so its last rank is {world_size - 1}; "
-            "name ranks up to that", "parallelism",
-        )  # fmt: skip

@@ -11,7 +11,7 @@ from glm46.config.ablation import AblationConfig
 from glm46.config.adapter import AdapterConfig
 from glm46.config.checkpoint import CheckpointConfig, MetricsConfig
 from glm46.config.data import DataConfig
-from glm46.config.finetune import DistillationConfig, FineTuneConfig, PreferenceConfig
+from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.float8 import Float8Config
 from glm46.config.model import ModelConfig
 from glm46.config.moe import MoEConfig, MTPConfig
@@ -21,7 +21,6 @@ from glm46.config.parallelism import (
     ActivationCheckpointConfig,
     CommConfig,
     CompileConfig,
-    FaultToleranceConfig,
     ParallelismConfig,
 )
 from glm46.config.profiling import ProfilingConfig
@@ -74,7 +73,6 @@ class RunConfig(Section):
     activation_checkpoint: ActivationCheckpointConfig = Field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
-    fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
@@ -93,38 +91,18 @@ class RunConfig(Section):
         return None if self.finetune is None else self.finetune.preference
 
     @property
-    def distillation(self) -> DistillationConfig | None:
-        return None if self.finetune is None else self.finetune.distillation
-
-    @property
-    def teacher(self) -> "RunConfig | None":
-        """The config with which the teacher of [finetune.distillation] is built; None if none is."""
-        of = self.distillation
-        if of is None or of.stored_path is not None or (of.is_start and self.adapter is not None):
-            return None
-        model, checkpoint = self.model, self.checkpoint
-        if of.flavor is not None:
-            model = ModelConfig(flavor=of.flavor, attention_kernel=model.attention_kernel)
-        model = model.model_copy(update={"num_nextn_predict_layers": 0})
-        if of.load_path is not None:
-            start = {"initial_load_path": of.load_path, "initial_load_in_hf": is_huggingface(of.load_path)}
-            checkpoint = checkpoint.model_copy(update=start)
-        update = {"model": model, "checkpoint": checkpoint, "adapter": None, "finetune": None}
-        return self.model_copy(update=update)
-
-    @property
     def head(self) -> Literal["lm", "value"]:
         """The head of the network that is trained."""
         return "value" if self.preference is not None and self.preference.loss_type == "reward" else "lm"
 
     @property
     def has_preference_reference(self) -> bool:
-        """True if the loss of preferences compares with a reference."""
+        """True if the preference loss compares the policy with a reference."""
         return self.preference is not None and self.preference.has_reference
 
     @property
     def reinforcement(self) -> tuple[RLConfig, RolloutConfig]:
-        """[rl] and [rollout] of a run that has them."""
+        """Sections [rl] and [rollout] of a config that has them."""
         assert self.rl is not None and self.rollout is not None
         return self.rl, self.rollout
 
@@ -135,11 +113,12 @@ class RunConfig(Section):
 
     @property
     def ids(self) -> Mapping[str, str]:
-        """Ids of the hub, by the dotted keys that hold the local folders or files of them."""
+        """Ids of the hub, by the dotted keys whose values were replaced by local folders or files."""
         return self._ids
 
     def with_ids(self, ids: Mapping[str, str]) -> "RunConfig":
-        """A copy that knows of which ids its folders are. Dumps of it have the ids, which each machine can fetch."""
+        """Return a copy that remembers the hub ids of its folders. Its dumps contain the ids, which each machine can
+        fetch."""
         copy = self.model_copy()
         copy._ids = dict(ids)
         return copy
@@ -147,40 +126,36 @@ class RunConfig(Section):
     @model_serializer(mode="wrap")
     def _dump_ids(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         table = dump(self)
-        for key, stated in self._ids.items():
+        for key, hub_id in self._ids.items():
             *outer, name = key_parts(key)
             place = table
             for part in outer:
                 place = place.get(part, {}) if isinstance(place, dict) else place[part]
             if name in place:
-                place[name] = stated
+                place[name] = hub_id
         return table
 
     @property
     def keeps_its_start(self) -> bool:
         """True if every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
-        reference of a preference or of [rl], or a teacher that has no folder of its own."""
+        reference of a preference or of [rl]."""
         has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
-        has_reference |= self.distillation is not None and self.distillation.is_start
         return self.adapter is not None or self.has_preference_reference or has_reference
 
     @property
     def read_weights(self) -> dict[str, tuple[Path, bool]]:
-        """Weights that a run begins with or reads at every start: path, and whether it is a Hugging Face folder, by the
-        beginning of their keys, which end in ``_path``."""
-        checkpoint, distillation = self.checkpoint, self.distillation
+        """Weights that a run begins with or reads at every start: path, and whether it is a Hugging Face folder, by key
+        without the final ``_path``."""
+        checkpoint = self.checkpoint
         reference = None if self.rl is None else self.rl.reference
-        found: dict[str, tuple[Path, bool]] = {}
+        weights: dict[str, tuple[Path, bool]] = {}
         if checkpoint.initial_load_path is not None:
-            found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
+            weights["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
         if reference is not None:
-            found["rl.reference.load"] = Path(reference.load_path), is_huggingface(reference.load_path)
-        if distillation is not None and distillation.load_path is not None:
-            path = distillation.load_path
-            found["finetune.distillation.load"] = Path(path), is_huggingface(path)
+            weights["rl.reference.load"] = Path(reference.load_path), is_huggingface(reference.load_path)
         if self.rl is not None and self.rl.reward_model is not None:
-            found["rl.rewards.options.load"] = Path(str(self.rl.reward_model.options.get("load_path"))), False
-        return found
+            weights["rl.rewards.options.load"] = Path(str(self.rl.reward_model.options.get("load_path"))), False
+        return weights
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -192,7 +167,7 @@ class RunConfig(Section):
 
     @property
     def folders_apart(self) -> dict[str, Path]:
-        """The folders that this run writes to outside of job.dump_folder, by their keys."""
+        """Folders outside of job.dump_folder that this run writes to, by their keys."""
         used = {
             "checkpoint.folder": (self.checkpoint.enable, self.checkpoint_folder),
             "metrics.save_tb_folder": (self.metrics.enable_tensorboard, self.tensorboard_folder),

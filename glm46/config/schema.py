@@ -1,4 +1,4 @@
-"""Documentation of the keys: a JSON schema for editors, and one row per key for ``train --help``."""
+"""Documentation of the keys: a JSON schema for editors, and one row per key for ``train --help keys``."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class KeyRow(NamedTuple):
     key: str
     """Name inside its section."""
     values: str
-    """Type, choices and range."""
+    """Type, choices and range of the value."""
     default: str
     meaning: str
 
@@ -25,13 +25,13 @@ class SectionRows(NamedTuple):
     """One table of the TOML file."""
 
     header: str
-    """As in the file, ``[training]`` or ``[[data.sources]]``."""
+    """Header as in the file, ``[training]`` or ``[[data.sources]]``."""
     meaning: str
     rows: list[KeyRow]
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a TOML file, with which editors complete and check keys."""
+    """Return the JSON schema of a TOML file, with which editors complete and check keys."""
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "A glm46 run"
@@ -41,28 +41,29 @@ def json_schema() -> dict[str, Any]:
 
 
 def describe_keys() -> list[SectionRows]:
-    """Every section and key, in the order of the file."""
+    """Return the documentation of every section and key, in the order of the file."""
     schema = json_schema()
     names = filter(None, map(_section, schema["properties"].values()))
     return [rows for name in names for rows in _describe(name, schema["$defs"])]
 
 
 def _section(spec: dict) -> str | None:
-    """The name of the section class that a key holds, directly, as an optional or as an array; None for a value."""
+    """Return the name of the section class of a key (direct, optional or in an array); None for a plain value."""
     inner = [spec, spec.get("items", {}), *spec.get("anyOf", ())]
-    return next((one["$ref"].rpartition("/")[2] for one in inner if "$ref" in one), None)
+    return next((option["$ref"].rpartition("/")[2] for option in inner if "$ref" in option), None)
 
 
 def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
     section = sections[name]
     header, meaning = _title(section)
-    rows, inner = [], []
+    rows = []
+    inner = []
     for key, spec in section["properties"].items():
         if nested := _section(spec):
             place, _ = _title(sections[nested])
             if place.strip("[]").startswith(header.strip("[]")):
                 inner += _describe(nested, sections)
-            else:  # described there
+            else:  # described in another section
                 rows.append(KeyRow(key, f"a table like {place}", "absent", " ".join(spec["description"].split())))
             continue
         default = spec.get("default")
@@ -76,17 +77,17 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
 
 
 def _title(section: dict) -> tuple[str, str]:
-    """The header of a table and its meaning: the docstring of a section class begins with the header."""
+    """Return the header of a table and its meaning: the docstring of a section class begins with the header."""
     header, _, meaning = " ".join(section["description"].split()).partition(": ")
     return header, meaning
 
 
 def _values(spec: dict) -> str:
-    """The type, choices and range of a key or of the entries of an array, from its schema."""
+    """Return the type, choices and range of a key or of the entries of an array, from its schema."""
     if "enum" in spec:
         return " | ".join(spec["enum"])
     if "anyOf" in spec:
-        return " or ".join(_values(one) for one in spec["anyOf"] if one.get("type") != "null")
+        return " or ".join(_values(option) for option in spec["anyOf"] if option.get("type") != "null")
     if "prefixItems" in spec:
         return f"[{', '.join(map(_values, spec['prefixItems']))}]"
     if spec["type"] == "array":

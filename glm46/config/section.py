@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from urllib.parse import unquote
 
 from pydantic import (
     AfterValidator,
@@ -19,10 +20,21 @@ from pydantic import (
 )
 
 
+class Removed(NamedTuple):
+    """A key that an earlier version had."""
+
+    instead: str
+    """What to do instead, at the end of the message about the key."""
+
+    value: Any = ...
+    """In the sections that determine what a model computes: the only value that this version computes. Absent: the key
+    did not matter for this."""
+
+
 class Section(BaseModel):
     """A table of the TOML file: frozen, strict, without unknown keys.
 
-    The string under each field is its documentation: ``python -m glm46 schema`` and ``train --help`` print it.
+    The string under each field is its documentation: ``python -m glm46 schema`` and ``train --help keys`` print it.
     A boolean is never a number, a string is never parsed into a number, and no number is infinite or NaN, so that a
     typing mistake does not start a long run.
     """
@@ -32,7 +44,10 @@ class Section(BaseModel):
     )
 
     refused: ClassVar[dict[str, str]] = {}
-    """Keys that users of other software expect here, and why there are none."""
+    """Keys that users of other software expect here, and why this section does not have them."""
+
+    removed: ClassVar[dict[str, Removed]] = {}
+    """Keys of earlier versions. A TOML file with one is refused, and a stored config is read without it."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
@@ -48,8 +63,8 @@ class Section(BaseModel):
 
 
 def _tuples(value: Any) -> Any:
-    """Arrays as tuples: frozen sections hold tuples, for which strict mode takes no list. Integers have 64 bits, as
-    TOML's have and tensors that count."""
+    """Convert arrays to tuples: frozen sections hold tuples, and strict mode does not accept a list for one. Refuse
+    integers beyond 64 bits, the range of TOML and of counting tensors."""
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("does not fit into 64 bits; give a smaller number")
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -61,27 +76,27 @@ class Needs:
     is refused (`rules_effect`)."""
 
     key: str
-    """Dotted key of the same section, or else of the run. ``[]`` stands for any entry of an array."""
+    """Dotted key of the same section, or else of the whole config. ``[]`` stands for any entry of an array."""
 
     value: Any = None
-    """The value that the key must have, or a tuple of allowed values. Absent: anything but absent, empty, false and
+    """The value that the key must have, or a tuple of allowed values. Absent: anything except absent, empty, false and
     0."""
 
     above: int | None = None
     """Lower bound of the key, exclusive, instead of a value."""
 
     unless: str | None = None
-    """Dotted key with which, if it is not empty, the field has an effect in any case."""
+    """Dotted key that, if it is not empty, gives the field an effect in any case."""
 
     absent: str = ""
-    """Instead of a value: the key must be absent, and this says why, after its name."""
+    """Instead of a value: the key must be absent. The text is the reason, written after the name of the key."""
 
 
 FORMAT_IS_FOUND = {"load_in_hf": "the folder itself tells its format; remove it"}
-"""`refused` of sections with a folder of weights."""
+"""Value of `Section.refused` for sections with a folder of weights."""
 
 OF_TEXT = Needs("rl", absent=", which reads prompts")
-"""Of keys about text."""
+"""Marks keys about text, which [rl] does not read."""
 
 
 def _not_zero(value: int) -> int:
@@ -94,14 +109,15 @@ CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 """A count of at least one; -1 stands for all."""
 
 
-def is_hub_address(stated: str) -> bool:
-    """True if a text, or a `Path` with one slash of two, is an address of the Hugging Face hub, right or mistyped."""
-    return _HUB_ADDRESS.match(stated) is not None
+def is_hub_address(address: str) -> bool:
+    """Return True if a text is an address of the Hugging Face hub, well-formed or not. `Path` merges two slashes to
+    one, so one slash is accepted too."""
+    return _HUB_ADDRESS.match(address) is not None
 
 
-def is_huggingface(stated: str) -> bool:
-    """True if weights are in Hugging Face's format: an id of the hub, or a folder with a config.json."""
-    return is_hub_address(stated) or Path(stated, "config.json").is_file()
+def is_huggingface(weights: str) -> bool:
+    """Return True if weights are in Hugging Face's format: an id of the hub, or a folder with a config.json."""
+    return is_hub_address(weights) or Path(weights, "config.json").is_file()
 
 
 _HUB_ADDRESS = re.compile(r"(hf|huggingface):|(https?:/+)?(www\.)?(huggingface\.co|hf\.co)/", re.IGNORECASE)
@@ -118,39 +134,59 @@ LocalPath = Annotated[str, AfterValidator(_no_url)]
 
 
 class HubId(NamedTuple):
-    """The kinds of repository that an id names."""
+    """Parts of an id of the hub."""
 
     repository: str
     revision: str | None
     """A branch, tag or commit."""
     path: str | None
-    """Of a data set: a file, folder or glob in it; None: all of it."""
+    """File, folder or glob in a data set; None: all of it."""
 
 
 @dataclass(frozen=True)
 class OnHub:
-    """Metadata of a field that takes an id of the hub in place of a folder or file: ``hf://owner/name@revision``, or
+    """Metadata of a field that takes an id of the hub instead of a folder or file: ``hf://owner/name@revision``, or
     ``hf://datasets/owner/name@revision/path``. The id is replaced by the local folder before a run begins."""
 
     kind: Literal["model", "tokenizer", "dataset"]
 
-    def parse(self, stated: str) -> HubId | None:
-        """The parts of an id; None if it is malformed."""
-        found = (_DATASET_ID if self.kind == "dataset" else _MODEL_ID).fullmatch(stated)
-        return found and HubId(found["repository"], found["revision"], found.groupdict().get("path"))
+    def parse(self, address: str) -> HubId | None:
+        """Return the parts of an id; None if it is malformed.
+
+        A revision is read as `huggingface_hub.HfFileSystem` reads it: ``%2F`` stands for a slash, and the special
+        branches ``refs/convert/NAME`` and ``refs/pr/NUMBER`` may contain a plain slash.
+        """
+        match = (_DATASET_ID if self.kind == "dataset" else _MODEL_ID).fullmatch(address)
+        if match is None:
+            return None
+        revision = match["revision"] and unquote(match["revision"])
+        path = match.groupdict().get("path")
+        # Revision and path become parts of paths in the cache.
+        if _leaves_folder(revision) or _leaves_folder(path):
+            return None
+        return HubId(match["repository"], _HUB_ALIASES.get(revision, revision), path)
 
     @property
     def form(self) -> str:
-        """For messages."""
+        """Form of an id, for messages."""
         if self.kind == "dataset":
-            return "hf://datasets/owner/name/file or hf://datasets/owner/name@revision/file"
+            return "hf://datasets/owner/name/file or hf://datasets/owner/name@revision/file, without .. in it"
         return "hf://owner/name or hf://owner/name@revision"
 
 
-_MODEL_ID = re.compile(r"hf:/+(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>\S+))?/?")
+_MODEL_ID = re.compile(r"hf:/+(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>\S+?))?/?")
 _DATASET_ID = re.compile(
-    r"hf:/+datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^/\s]+))?(?:/(?P<path>.+?))?/?"
+    r"hf:/+datasets/(?P<repository>[\w.-]+/[\w.-]+?)"
+    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/\s]+))?"
+    r"(?:/(?P<path>.+?))?/?"
 )
+_HUB_ALIASES: dict[str | None, str] = {"~parquet": "refs/convert/parquet"}
+"""Short names that the hub accepts for branches -> the branches."""
+
+
+def _leaves_folder(path: str | None) -> bool:
+    """Return whether a path inside a repository has a part that is empty or `..`."""
+    return path is not None and not {"", ".."}.isdisjoint(path.split("/"))
 
 
 def _on_hub(kind: Literal["model", "tokenizer", "dataset"]) -> AfterValidator:
@@ -167,7 +203,7 @@ def _on_hub(kind: Literal["model", "tokenizer", "dataset"]) -> AfterValidator:
 ModelFolder = Annotated[str, _on_hub("model")]
 """A folder of this machine, or a model of the hub. The field also has `OnHub`."""
 DataFile = Annotated[str, _on_hub("dataset")]
-"""A file of this machine, or one of a data set of the hub. The field also has `OnHub`, or its reader takes ids."""
+"""A file of this machine, or a file of a data set of the hub. The field also has `OnHub`, or its reader takes ids."""
 
 
 def _check_schedule(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -190,7 +226,7 @@ curriculum. Two points with the same token count make a jump; outside the points
 
 
 def values_of(schedule: Schedule | None) -> tuple[float, ...]:
-    """All values of a schedule."""
+    """Return all values of a schedule."""
     if schedule is None:
         return ()
     return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)

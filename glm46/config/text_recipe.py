@@ -1,46 +1,51 @@
-"""Recipe that makes a source from text: [data.sources.recipe] of a run, a file of its own, or the command line."""
+"""Recipe that makes a source from text: [data.sources.recipe] of a config, a separate file, or the command line."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import DataFile, LocalPath, ModelFolder, Needs, OnHub, Section
+from glm46.config.section import DataFile, LocalPath, ModelFolder, Needs, OnHub, Removed, Section
 
 CHAT_FORMATS = ("chat", "messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""
 
-PAIRS, LABELLED = "preference", "unpaired_preference"
-"""The values for which a row is a pair of answers, and an answer with a label."""
+PAIRS = "preference"
+LABELLED = "unpaired_preference"
+"""Values of ``format`` for which a row is a pair of answers, or an answer with a label."""
 PREFERENCES = (PAIRS, LABELLED)
 
-_TEXT, _CHATS = Needs("format", "text"), Needs("format", CHAT_FORMATS)
+_TEXT = Needs("format", "text")
+_CHATS = Needs("format", CHAT_FORMATS)
 _MARKED = Needs("format", (*CHAT_FORMATS, *PREFERENCES))
 
 
 class Recipe(Section):
-    """[data.sources.recipe]: how to make the source above it from text files, if its ``path`` does not exist. The same
-    recipe on the same text gives the same bytes."""
+    """[data.sources.recipe]: how to make this source from text files, if its ``path`` does not exist. The same recipe
+    on the same text gives the same bytes."""
+
+    removed = {"too_long": Removed("documents above max_tokens are skipped; remove it")}
 
     input: tuple[DataFile, ...] = Field(min_length=1)
     """Files, folders or globs (``docs/**/*.jsonl.zst``): .jsonl, .ndjson and .json hold rows of JSON (one per line, an
-    array, or over several lines), .parquet rows, any other file is one text; all but .parquet may be compressed as
+    array, or over several lines), .parquet rows, any other file is one text; all except .parquet may be compressed as
     .gz, .zst, .bz2 or .xz. With verify = "json" a .json file whose first row lacks ``text_key`` is one text. Links are
-    followed; hidden files of a folder are skipped.
-    ``builtin:NAME`` is text of this machine: python_stdlib, python_packages, cpp_headers or package_docs.
-    ``hf://datasets/owner/name``, with a path or glob behind it, is a data set of the hub."""
+    followed; hidden files of a folder are skipped. ``builtin:NAME`` is text of this machine: python_stdlib,
+    python_packages, cpp_headers or package_docs. ``hf://datasets/owner/name``, followed by a path or glob, is a data
+    set of the hub."""
 
     text_key: Annotated[str, Needs("format", "text", unless="decontaminate")] = "text"
-    """Field of a JSON line, or column of a Parquet file, that holds the text; of chats, that of ``decontaminate``."""
+    """Field of a JSON line, or column of a Parquet file, that holds the text; for chats, the text of
+    ``decontaminate``."""
 
     format: Literal[
         "text", "chat", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "unpaired_preference"
     ] = "text"
     """What a document is. text: any text. preference: a row with a better and a worse answer to one prompt, for
     [finetune.preference]; both are in one document. unpaired_preference: a row with an answer that is labelled
-    desirable or not, for its loss_type = "kto". The others: a row with a conversation; of chat the columns tell which
-    of the other four it has. Of all but text the tokens that the model samples are the targets (docs/finetuning.md
-    lists the fields), and a source of them, of chats in short, needs packing = "best_fit" and data.document_mask =
-    true."""
+    desirable or not, for its loss_type = "kto". The others: a row with a conversation; for chat, the columns decide
+    which of the other four formats it is. In all formats except text ("chats" below) the tokens that the model samples
+    are the targets (docs/chat_format.md lists the fields), and a source needs packing = "best_fit" and
+    data.document_mask = true."""
 
     history: Annotated[Literal["expand", "last", "all", "keep"], _CHATS] = "expand"
     """Chats: reasoning is removed from the turns before the last user message. expand: a document for each user turn
@@ -54,12 +59,8 @@ class Recipe(Section):
     stop thinking. Both answers of a pair have one prompt: it allows thinking if one of them has reasoning."""
 
     max_tokens: Annotated[int | None, _MARKED] = Field(None, ge=2)
-    """Chats: most tokens of a document, at most the shortest seq_len that reads the source, because documents are not
-    cut between rows; of a pair, of both halves together. Required."""
-
-    too_long: Annotated[Literal["drop", "cut", "error"], _MARKED] = "drop"
-    """Chats: documents of more than ``max_tokens``. drop: they are left out. cut: their first tokens are kept, if a
-    target is among them; of a pair, those of the longer half or of both. error: preparation stops."""
+    """Chats: largest number of tokens of a document, for a pair of both halves together. At most the shortest seq_len
+    that reads the source, because documents are not cut between rows. Longer ones are skipped. Required."""
 
     held_out: float = Field(0.01, ge=0.0, lt=1.0)
     """Share of the documents that is kept for validation; the hash of a document decides."""
@@ -69,34 +70,36 @@ class Recipe(Section):
     error."""
 
     normalize: Annotated[Literal["none", "newlines", "nfc"], _TEXT] = "none"
-    """newlines: end every line with one line feed. nfc: also compose characters (Unicode form C). Runs before all other
-    steps."""
+    """newlines: end every line with one line feed. nfc: also compose characters (Unicode form C). This is the first
+    step."""
 
     filter: Annotated[Literal["none", "prose"], _TEXT] = "none"
     """prose: skip documents that are not prose by the rules of Gopher (arXiv 2112.11446, table A1)."""
 
     deduplicate: Literal["exact", "near"] | None = None
-    """exact: keep the first of equal texts or conversations. near: also of similar ones, by MinHash over runs of
-    tokens. Absent: near for text, exact for chats, which are similar where they share instructions and tools."""
+    """exact: keep the first of equal texts or conversations. near: keep the first of similar ones too, by MinHash over
+    runs of tokens. Absent: near for text, exact for chats, which are similar where they share instructions and
+    tools."""
 
     verify: Annotated[
         Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "execute", "maths", "steps"], _TEXT
     ] = "none"
     """Skip documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this language;
-    all but the first two need gcc, g++, rustc, gofmt or node on this machine. execute: run each text as a Python
-    program on this machine, in a limited process (docs/data.md), and skip those that fail. maths:
-    skip solutions that do not end in the known result. steps: skip what is not reasoning in numbered steps with a final
-    answer, the known result if there is one."""
+    all except the first two need gcc, g++, rustc, gofmt or node on this machine. execute: run each text as a Python
+    program on this machine, in a limited process (docs/data.md), and skip those that fail. maths: skip solutions that
+    do not end in the reference answer. steps: skip texts that are not reasoning in numbered steps with a final answer,
+    which must equal the reference answer if there is one."""
 
     answer_key: Annotated[str, Needs("verify", ("maths", "steps"))] = "answer"
-    """Field or column that holds the known result, for verify = "maths", which needs one, and "steps"."""
+    """Field or column with the reference answer, for verify = "maths", which requires it, and "steps"."""
 
     decontaminate: tuple[LocalPath, ...] = ()
-    """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are skipped."""
+    """Files of evaluation text, read like ``input``; documents that share a run of 13 words with them, or a whole text
+    of 8 to 12 words, are skipped. Case and punctuation do not matter."""
 
     fim_rate: Annotated[float, _TEXT] = Field(0.0, ge=0.0, le=1.0)
-    """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code. In half of
-    them the suffix is first; the others begin with the prefix."""
+    """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code. Half of them begin with
+    the suffix, the others with the prefix."""
 
     @property
     def is_chat(self) -> bool:
@@ -105,7 +108,7 @@ class Recipe(Section):
 
     @property
     def duplicates(self) -> Literal["exact", "near"]:
-        """``deduplicate``, resolved."""
+        """``deduplicate``, or its default for the format."""
         return self.deduplicate or ("exact" if self.is_chat else "near")
 
 
@@ -122,5 +125,5 @@ class TextRecipe(Recipe):
     """Name of the source in its shards. Absent: the last part of ``output``."""
 
     tokenizer: Annotated[ModelFolder, OnHub("tokenizer")] = "builtin"
-    """"builtin", a .tiktoken rank file, a Hugging Face tokenizer.json or its folder, or ``hf://owner/name``; as
+    """"builtin", a .tiktoken rank file, a Hugging Face tokenizer.json or its folder, or ``hf://owner/name``; equal to
     model.tokenizer_path of the runs."""

@@ -13,7 +13,7 @@ class TrainingConfig(Section):
     """[training]: budget, batch size, precision and handling of loss spikes."""
 
     local_batch_size: int = Field(1, ge=1)
-    """Sequences per rank and micro-batch; with [rl] the most rows of one."""
+    """Sequences per rank and micro-batch; with [rl] the largest number of rows of a micro-batch."""
 
     global_batch_size: Schedule | None = None
     """Sequences per optimizer step over all ranks; a multiple of local_batch_size times the data-parallel degree;
@@ -41,11 +41,12 @@ class TrainingConfig(Section):
     above the median of the last good steps; 0 switches it off."""
 
     max_rollbacks: Annotated[int, Needs("checkpoint.enable"), _SAME_SAMPLES] = Field(0, ge=0)
-    """Number of times that the run may go back to the last checkpoint before such a series of skipped steps and skip
-    their samples; 0 stops instead."""
+    """Number of times that the run may go back to the last checkpoint before such a series and skip its samples; 0
+    stops instead."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the master weights. Optimizer states follow ``optimizer.state_dtype``."""
+    """Type of the master weights. BF16 updates are rounded stochastically (docs/training.md). Optimizer states follow
+    ``optimizer.state_dtype``."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations in forward and backward. BF16 is slow on a CPU: debug configs set float32."""
@@ -54,38 +55,12 @@ class TrainingConfig(Section):
     """Type in which gradients are summed over ranks."""
 
     parameter_offload: Annotated[bool, Needs("optimizer.state_offload", ("cpu", "nvme"))] = False
-    """Sharded weights and their gradients stay in host memory (pinned beside a GPU). FSDP2 copies the weights of a
-    layer to the device to compute it, Muon the gradients; AdamW updates on the CPU."""
-
-
-class ValidationTaskConfig(Section):
-    """[[validation.tasks]]: what a validation measures beside the loss."""
-
-    kind: Literal["position", "needle", "standard"]
-    """position: loss by position in long held-out documents. needle: how often the model repeats a sentence that it
-    read at the begin, in the middle or at the end of a long held-out text. standard: tasks of lm-eval
-    (docs/evaluation.md)."""
-
-    lengths: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Needs("kind", ("position", "needle"))] = ()
-    """Tokens per row, also beyond training.seq_len, at most model.max_position_embeddings. position takes the longest
-    one that a held-out document has; needle measures each. Required for both."""
-
-    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Needs("kind", "standard")] = ()
-    """Tasks of lm-eval, and of this package by name, and task files of your own. Required for standard."""
-
-    fewshot: Annotated[int | None, Needs("kind", "standard")] = Field(None, ge=0)
-    """Examples before a question. Absent: as each task says."""
-
-    samples: int = Field(16, ge=1)
-    """position: most documents. needle: rows of each length and depth. standard: most documents of each task."""
-
-    freq: int | None = Field(None, ge=1)
-    """Steps between two measurements, a multiple of validation.freq; also before the first step and after the last.
-    Absent: at each validation."""
+    """Sharded weights and their gradients stay in host memory (pinned if there is a GPU). FSDP2 copies the weights of a
+    layer to the device to compute it, and Muon copies the gradients; AdamW updates on the CPU."""
 
 
 class ValidationConfig(Section):
-    """[validation]: loss on held-out documents, and further tasks."""
+    """[validation]: loss on held-out documents."""
 
     enable: bool = False
     """Measure the validation loss before the first step, every ``freq`` steps and after the last."""
@@ -96,9 +71,6 @@ class ValidationConfig(Section):
     steps: Annotated[CountOrAll, Needs("enable"), OF_TEXT] = -1
     """Batches per source and validation; -1: all held-out text."""
 
-    tasks: Annotated[tuple[ValidationTaskConfig, ...], Needs("enable"), OF_TEXT] = ()
-    """Further tasks of validations; position and needle at most once."""
-
 
 class DebugConfig(Section):
     """[debug]: seeds and determinism."""
@@ -107,5 +79,5 @@ class DebugConfig(Section):
     """Seed of the initial weights and of the sample order. The same seed gives the same run on every layout."""
 
     deterministic: bool = False
-    """Use only deterministic kernels; an operation without one is an error. On a GPU only such a run repeats every bit.
-    It is slower, and sets CUBLAS_WORKSPACE_CONFIG to :4096:8, unless it is set."""
+    """Use only deterministic kernels; an operation without one is an error. On a GPU only such a run is reproducible
+    bit for bit. It is slower, and sets CUBLAS_WORKSPACE_CONFIG to :4096:8, unless it is set."""

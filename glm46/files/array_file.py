@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from glm46.files.durable import FileRecord, replace_durably
+from glm46.files.regular_file import open_regular
 from glm46.files.safetensors_header import make_header, read_header
 
 _CODES = {"U8": "<u1", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8", "F32": "<f4", "F64": "<f8"}
@@ -25,19 +26,19 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
 
 
 def map_arrays(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, int]]:
-    """Read-only views of all arrays of a file, its metadata, and the offset of each array in bytes.
+    """Map a file. Returns read-only views of all arrays, its metadata, and the offset of each array in bytes.
 
     A slice of a memory map is three times as fast as the library's slice, and processes share its memory.
 
     Args:
-        remedy: what the user can do about a damaged file.
+        remedy: advice for the user about a damaged file.
 
     Raises:
         UserError: the file is missing, truncated, damaged, or has a dtype that is not supported here.
     """
     entries, metadata = read_header(path, remedy)
     # One map for all arrays: each map holds an open file, and a process may have about a thousand.
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     arrays = {
         name: np.frombuffer(content, _DTYPES[entry.dtype], prod(entry.shape), entry.start).reshape(entry.shape)

@@ -1,4 +1,4 @@
-"""Durable files: writes and renames after which a file is complete and on the disk, or absent; hashes of files."""
+"""Durable files: after a write or rename, a file is either complete and on the disk, or absent; hashes of files."""
 
 import hashlib
 import os
@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from glm46.files.regular_file import open_descriptor
 
 _READ_BYTES = 1 << 20
 _WAITING_FILES = 4
@@ -22,13 +24,16 @@ class FileRecord:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Length and SHA-256 of a file. A second thread hashes each piece while the next one is read. Raises OSError if the
-    file cannot be read."""
+    """Return length and SHA-256 of a file. A second thread hashes each piece while the next one is read. Raises OSError
+    if the file cannot be read."""
     digest = hashlib.sha256()
     length = 0
     reading, other = (memoryview(bytearray(_READ_BYTES)) for _ in range(2))
     hashed: Future[None] | None = None
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
+    with (
+        open(open_descriptor(path), "rb", buffering=0) as file,
+        ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher,
+    ):
         while count := file.readinto(reading):
             if hashed is not None:
                 hashed.result()
@@ -55,7 +60,8 @@ def create_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
         path: must not exist.
         blocks: bytes-like objects, written one after another.
     """
-    digest, length = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    length = 0
     with path.open("xb") as file:
         for block in blocks:
             digest.update(block)
@@ -67,9 +73,9 @@ def create_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
 
 
 def replace_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
-    """Write a file through a temporary one and a rename: a reader sees the old content or the new.
+    """Write a file through a temporary one and a rename: a reader sees the old content or the new content.
 
-    Several processes may replace the same file at once.
+    Several processes may replace the same file concurrently.
 
     Raises:
         OSError: the disk is full or not writable; `path` is unchanged and the temporary file is removed.

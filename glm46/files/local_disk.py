@@ -1,4 +1,4 @@
-"""Links of paths, folders for files that a program uses as memory, and the space of disks."""
+"""Resolved paths, checks of folders whose files a program maps as memory, and free space of disks."""
 
 import errno
 import os
@@ -6,39 +6,57 @@ import shutil
 from pathlib import Path
 
 _NETWORK = {
-    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs", "fuse.glusterfs", "gpfs",
-    "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "panfs", "smb3", "smbfs", "wekafs",
-}  # fmt: skip
-"""Types of file systems whose files other machines hold, as /proc/self/mounts names them."""
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "fuse.s3fs",
+    "fuse.sshfs",
+    "gfs2",
+    "glusterfs",
+    "fuse.glusterfs",
+    "gpfs",
+    "lustre",
+    "ncpfs",
+    "nfs",
+    "nfs4",
+    "ocfs2",
+    "panfs",
+    "smb3",
+    "smbfs",
+    "wekafs",
+}
+"""Types of file systems whose files are on other machines, as in /proc/self/mounts."""
 
 
 def real_path(path: Path | str) -> Path:
-    """The absolute path without links. `Path.resolve` raises RuntimeError at a loop of links before Python 3.13; here
-    the loop stays in the path, and the first use of the file reports it."""
+    """Return the absolute path without links. `Path.resolve` raises RuntimeError for a loop of links before Python
+    3.13; here the loop stays in the path, and the first use of the file reports it."""
     return Path(os.path.realpath(path))
 
 
 def leads_nowhere(path: Path) -> bool:
-    """True if nothing is at the end of a path, or its links form a loop."""
+    """Return True if nothing is at the end of a path, or its links form a loop."""
     try:
-        os.stat(real_path(path))  # a glob goes around folders that link to each other, with more links than stat takes
+        os.stat(real_path(path))  # a glob can produce more links than stat follows, in folders that link to each other
     except OSError as error:
         return error.errno in (errno.ENOENT, errno.ELOOP)
     return False
 
 
 def space_fault(folder: Path, nbytes: float) -> str | None:
-    """The reason why a new folder of this size does not fit the disk that it would be on; None if it does."""
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(there).free
+    """Return the reason why a new folder of this size does not fit its disk; None if it fits."""
+    parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(parent).free
     if nbytes <= free:
         return None
-    return f"{folder}: takes {nbytes:,.0f} bytes, but {there} has {free:,} free; choose another disk"
+    return f"{folder}: takes {nbytes:,.0f} bytes, but {parent} has {free:,} free; choose another disk"
 
 
 def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
-    """The reason why the files of a folder cannot be used as memory; None if they can. ``mounts``: the table of mounted
-    file systems; tests pass their own."""
+    """Return the reason why the files of a folder cannot be used as memory; None if they can. ``mounts``: the table of
+    mounted file systems, which tests replace."""
     if not folder.is_dir():
         return "no such folder"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -48,8 +66,10 @@ def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> 
 
 
 def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Type of the network file system that holds a folder; empty if another kind holds it."""
+    """Return the type of the network file system that holds a folder; empty if another kind holds it."""
     rows = [line.split() for line in mounts.read_text().splitlines()]
-    points = {Path(row[1].encode().decode("unicode_escape")): row[2] for row in rows}  # of several the last is visible
+    points = {
+        Path(row[1].encode().decode("unicode_escape")): row[2] for row in rows
+    }  # the last of several mounts is visible
     kind = next((points[place] for place in (real_path(folder), *real_path(folder).parents) if place in points), "")
     return kind if kind in _NETWORK else ""

@@ -1,4 +1,4 @@
-"""A lock file that one process at a time holds.
+"""A lock file that only one process at a time holds.
 
 It uses record locks (`fcntl.lockf`) instead of `flock`, which the package filelock uses: child processes do not inherit
 them, so a loader's worker cannot keep the lock of a killed rank, and NFS shares them between nodes. They do not exclude
@@ -18,22 +18,23 @@ _FLOCK = "hhqqi"
 
 
 class FileLock:
-    """The lock of a file; the system releases it when the process ends."""
+    """An exclusive lock on a file; the system releases it when the process ends."""
 
     def __init__(self, path: Path):
         self.path = path
         self._descriptor: int | None = None
 
     def acquire(self, timeout_seconds: float | None) -> bool:
-        """Take the lock; returns whether this process holds it. Raises OSError if the file cannot be created,
-        or its file system does not support locks.
+        """Take the lock. Returns whether this process holds it. Raises OSError if the file cannot be created, or its
+        file system does not support locks.
 
         Args:
             timeout_seconds: how long to wait while another process holds it; None waits without limit.
         """
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            # Only for this user: a process that can read a file can hold a shared lock on it, which excludes this one.
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             if _try_lock(descriptor):
                 # The holder may have removed the file: a lock on a removed file excludes no other process.
                 if _is_still(self.path, descriptor):
@@ -49,13 +50,13 @@ class FileLock:
             time.sleep(_POLL_SECONDS)
 
     def is_held_elsewhere(self, timeout_seconds: float) -> bool:
-        """True if another process holds the lock during this time. Takes and writes nothing. Raises OSError if the file
-        cannot be read, or its file system does not support locks."""
+        """Return True if another process holds the lock for all of this time. Takes and writes nothing. Raises OSError
+        if the file cannot be read, or its file system does not support locks."""
         end = time.monotonic() + timeout_seconds
         while self.path.exists():
             with self.path.open("rb") as file:
-                asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-                kind = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+                request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, request))[0]
             if kind == fcntl.F_UNLCK:
                 return False
             if time.monotonic() >= end:
@@ -63,20 +64,8 @@ class FileLock:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def retake(self) -> bool:
-        """Take the lock again if its file was deleted; returns whether this process holds it. Raises OSError as
-        `acquire` does."""
-        if self._descriptor is None or _is_still(self.path, self._descriptor):
-            return self._descriptor is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        before = self._descriptor
-        is_held = self.acquire(0.0)
-        os.close(before)
-        self._descriptor = self._descriptor if is_held else None
-        return is_held
-
     def holder(self) -> str:
-        """Description of the process that took the lock last."""
+        """Describe the process that took the lock last."""
         try:
             return self.path.read_text(errors="replace")[:200].strip() or "another process"
         except OSError:

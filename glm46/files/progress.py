@@ -17,14 +17,14 @@ def bytes_progress(title: str, total: int, report: Callable[[str], None]):
     """Show progress inside the context; it yields a function to call with the number of bytes just processed.
 
     Args:
-        total: bytes of the whole work.
+        total: total number of bytes.
         report: prints a line of text; used if stderr is not a terminal.
     """
     return _progress(title, total, report, (DownloadColumn(), BytesPerSecond()), "MB", 1e6, ".1f")
 
 
 def tokens_progress(title: str, total: int, report: Callable[[str], None]):
-    """As `bytes_progress`, for tokens."""
+    """Show progress like `bytes_progress`, for tokens."""
     done = TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens")
     return _progress(title, total, report, (done, _TokensPerSecond()), "tokens", 1, ",.0f")
 
@@ -36,9 +36,14 @@ class _TokensPerSecond(ProgressColumn):
 
 @contextmanager
 def _progress(
-    title: str, total: int, report: Callable[[str], None], columns: tuple[ProgressColumn, ...], unit: str, size: float,
+    title: str,
+    total: int,
+    report: Callable[[str], None],
+    columns: tuple[ProgressColumn, ...],
+    unit: str,
+    size: float,
     rate_form: str,
-) -> Iterator[Callable[[int], None]]:  # fmt: skip
+) -> Iterator[Callable[[int], None]]:
     if sys.stderr.isatty():  # FORCE_COLOR makes a file a terminal for rich
         console = Console(stderr=True, force_terminal=True)
         columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
@@ -54,7 +59,8 @@ def _progress(
         done += count
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES and done:
-            last, rate = now, done / (now - started)
+            last = now
+            rate = done / (now - started)
             report(
                 f"{title}: {done / size:,.0f} of {total / size:,.0f} {unit}, {rate / size:{rate_form}} {unit}/s, "
                 f"{max(0, total - done) / rate:.0f} s left"

@@ -1,8 +1,8 @@
 """Reader and writer for the header of safetensors files, without torch.
 
 A file is eight bytes (length of the header, little-endian), the header (JSON: name -> dtype, shape, first and last
-byte), then the data. Headers are read by the library `safetensors`; offsets follow from its order of the tensors. It
-writes only whole files, from tensors in memory, so headers of files that are written in pieces are made here.
+byte), then the data. The library `safetensors` reads headers; offsets follow from its order of the tensors. It can only
+write complete files from tensors in memory, so headers of files that are written in pieces are made here.
 Source: github.com/huggingface/safetensors.
 """
 
@@ -17,15 +17,28 @@ from safetensors import SafetensorError, safe_open
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import known_fault
+from glm46.files.regular_file import open_regular
 
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U8": 1,
+    "BOOL": 1,
+}
 """Bytes of an element, by dtype."""
 
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as in the library."""
+"""Maximum length of a header in bytes, as in the library."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +59,12 @@ class HeaderEntry:
 def make_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, HeaderEntry]]:
-    """The bytes of a header, and the position of each tensor in the file. ``tensors``: name, dtype and shape of each,
-    in the order of the file. Put wider dtypes first, so that every tensor starts at a multiple of its item size."""
+    """Return the bytes of a header, and the position of each tensor in the file. ``tensors``: name, dtype and shape of
+    each, in the order of the file. Put wider dtypes first, so that every tensor starts at a multiple of its item
+    size."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for name, dtype, shape in tensors:
         entries[name] = entry = HeaderEntry(dtype, tuple(shape), end)
         end += entry.nbytes
@@ -61,39 +76,39 @@ def make_header(
 
 
 def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """The tensors of a file and its metadata, after checking that header and file size match exactly. Raises UserError
-    if the file is missing, truncated, or not in this format.
+    """Return the tensors of a file and its metadata, after checking that header and file size match exactly. Raises
+    UserError if the file is missing, truncated, or not in this format.
 
     Args:
-        remedy: what the user can do about a damaged file; the end of each message.
+        remedy: advice for the user about a damaged file; the end of each message.
     """
     try:
-        with path.open("rb") as file, safe_open(path, "np") as described:
+        with open_regular(path) as file, safe_open(path, "np") as reader:
             start = 8 + int.from_bytes(file.read(8), "little")
             entries = {}
-            for name in described.offset_keys():  # the library has checked that no gap lies between them
-                tensor = described.get_slice(name)
+            for name in reader.offset_keys():  # the library has checked that there are no gaps between them
+                tensor = reader.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in ITEM_BYTES:
                     raise UserError(f"{path}: tensor {name} has dtype {dtype}, which glm46 cannot read; convert it")
                 entries[name] = HeaderEntry(dtype, tuple(tensor.get_shape()), start)
                 start += entries[name].nbytes
-            return entries, described.metadata() or {}
+            return entries, reader.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {remedy}") from None
     except (OSError, SafetensorError) as error:
-        if (known := known_fault(path, error)) is not None:
-            raise UserError(f"{path}: {known}") from error
-        wrong = _wrong_size(path) or f"not a safetensors file, or its header is corrupt ({error})"
-        raise UserError(f"{path}: {wrong}; {remedy}") from error
+        if (cause := known_fault(path, error)) is not None:
+            raise UserError(f"{path}: {cause}") from error
+        size_fault = _wrong_size(path) or f"not a safetensors file, or its header is corrupt ({error})"
+        raise UserError(f"{path}: {size_fault}; {remedy}") from error
 
 
 def _wrong_size(path: Path) -> str | None:
-    """The fault of a file whose header is whole and whose size is not what it says."""
+    """Return the fault of a file with a complete header that does not match the size of the file; None otherwise."""
     size = path.stat().st_size
     if size < 8:
         return f"truncated: {size} bytes"
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= _LONGEST_HEADER:
                 return None
@@ -102,7 +117,7 @@ def _wrong_size(path: Path) -> str | None:
                 return f"truncated: its header takes {8 + length:,} bytes, the file has {size:,}"
             ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
             expected = 8 + length + max(ends, default=0)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     if size == expected:
         return None

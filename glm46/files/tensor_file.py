@@ -1,7 +1,7 @@
 """Safetensors files of torch tensors, read and written in boxes, so that only the bytes that a rank needs are moved.
 
-The library maps whole files into memory and writes whole files at once. Here many ranks read and write pieces of the
-same files, with reads and writes at an offset, directly from and to existing memory.
+The library maps complete files into memory and writes complete files. Here many ranks read and write pieces of the same
+files, with reads and writes at an offset, directly from and to existing memory.
 """
 
 import os
@@ -15,21 +15,31 @@ import torch
 from torch import Tensor
 
 from glm46.config.errors import UserError
+from glm46.files.regular_file import open_descriptor
 from glm46.files.safetensors_header import HeaderEntry, make_header, read_header
 
 Box = tuple[tuple[int, int], ...]
 """Start and length for each dimension."""
 
 _TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 WRITE_BYTES = 1 << 18
-"""Largest write. On Linux 6.18 with ext4, writes of 256 KiB were three times as fast as writes of 1 or 8 MiB, for which
-the kernel looks for large contiguous memory."""
+"""Maximum bytes per write call. On Linux 6.18 with ext4, writes of 256 KiB were three times as fast as writes of 1 or
+8 MiB, for which the kernel looks for large contiguous memory."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +57,20 @@ class Record:
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Record]]:
-    """The header of a file with these tensors, and the position of each tensor in the file."""
-    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)  # each then starts at a multiple of its item size
+    """Return the header of a file with these tensors, and the position of each tensor in the file."""
+    ordered = sorted(tensors, key=lambda item: -item[1].itemsize)  # so each starts at a multiple of its item size
     named = ((name, _NAMES[dtype], shape) for name, dtype, shape in ordered)
-    header, entries = make_header(named, {"format": "pt"})  # transformers refuses files without it
+    header, entries = make_header(named, {"format": "pt"})  # transformers refuses files without "format"
     return header, _records(entries)
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """The tensors of a file; see `read_header`. Raises UserError if the file is missing, truncated, or not in this
-    format."""
+    """Return the tensors of a file; see `read_header`. Raises UserError if the file is missing, truncated, or not in
+    this format."""
     entries, _ = read_header(path, "copy or download it again")
-    foreign = [f"{path}: tensor {name} has dtype {e.dtype}" for name, e in entries.items() if e.dtype not in _TYPES]
-    if foreign:
-        raise UserError(*(f"{fault}, which torch cannot read; convert it first" for fault in foreign))
+    unsupported = [f"{path}: tensor {name} has dtype {e.dtype}" for name, e in entries.items() if e.dtype not in _TYPES]
+    if unsupported:
+        raise UserError(*(f"{fault}, which torch cannot read; convert it first" for fault in unsupported))
     return _records(entries)
 
 
@@ -69,8 +79,8 @@ def _records(entries: dict[str, HeaderEntry]) -> dict[str, Record]:
 
 
 def is_finite(values: Tensor) -> bool:
-    """True if no value is NaN or infinite; allocates no memory."""
-    return values.numel() == 0 or all(bool(one.isfinite()) for one in values.aminmax())
+    """Return True if no value is NaN or infinite; allocates no memory."""
+    return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
 class TensorFile:
@@ -81,12 +91,15 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, records: dict[str, Record], *, writable: bool = False):
-        self.path, self.records, self._writable, self.bytes_moved = path, records, writable, 0
-        self._descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        self.path = path
+        self.records = records
+        self._writable = writable
+        self.bytes_moved = 0
+        self._descriptor = os.open(path, os.O_RDWR) if writable else open_descriptor(path)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, as a new tensor on the CPU. Raises OSError if the file ends before the box does, or the
-        disk fails."""
+        """Read a box of a tensor as a new tensor on the CPU. Raises OSError if the file ends before the box does, or
+        the disk fails."""
         out = torch.empty([length for _, length in box], dtype=self.records[name].dtype)
         self.fill(name, box, out)
         return out
@@ -123,7 +136,7 @@ class TensorFile:
             self.bytes_moved += done
 
     def close(self) -> None:
-        """Close; the written bytes are then on the disk."""
+        """Close the file; the written bytes are then on the disk."""
         if self._descriptor < 0:
             return
         try:
@@ -141,15 +154,15 @@ class TensorFile:
 
 
 def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, memoryview]]:
-    """Runs of bytes that are contiguous in the file and in `values`: (offset in the file, memory)."""
+    """Yield runs of bytes that are contiguous in the file and in `values`: (offset in the file, memory)."""
     if values.numel() == 0:
         return
     memory = values.detach().reshape(-1).view(torch.uint8).numpy().data
     size = record.dtype.itemsize
-    whole = len(record.shape)  # the box has all of the dimensions from here on, so they are contiguous
-    while whole > 0 and box[whole - 1] == (0, record.shape[whole - 1]):
-        whole -= 1
-    outer = max(whole - 1, 0)
+    first_full = len(record.shape)  # the box has all of the dimensions from this one on, so they are contiguous
+    while first_full > 0 and box[first_full - 1] == (0, record.shape[first_full - 1]):
+        first_full -= 1
+    outer = max(first_full - 1, 0)
     run = prod(length for _, length in box[outer:]) * size
     strides = [prod(record.shape[dim + 1 :]) * size for dim in range(len(record.shape))]
     base = record.offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))

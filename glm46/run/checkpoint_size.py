@@ -1,4 +1,4 @@
-"""The size of a run's checkpoints, and the bytes of the types of numbers."""
+"""Size of a run's checkpoints, and bytes per element of each dtype."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from glm46.run.plan import Plan
 WIDTHS = {"float32": 4, "bfloat16": 2}
 """Bytes per element."""
 STATE_WIDTHS = WIDTHS | {"8bit": 1.0 + 4.0 / STATE_BLOCK}
-"""The same of optimizer states; 8bit has an FP32 scale per block."""
+"""Bytes per element of optimizer states; 8bit has an FP32 scale per block."""
 
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """Bytes of a checkpoint of all ranks together."""
+    """Bytes of a checkpoint, summed over all ranks."""
 
     weights: float
     """Master weights."""
@@ -28,8 +28,10 @@ class CheckpointSize:
 
 
 def checkpoint_size(plan: Plan) -> CheckpointSize:
-    """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
-    optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
+    """Compute the size of each checkpoint of a run, including the critic; with [adapter], only of the adapters."""
+    optimizer = plan.config.optimizer
+    adapter = plan.config.adapter
+    rl = plan.config.rl
     networks: list[tuple[ModelShape, Head]] = [(plan.shape, plan.config.head)]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
@@ -38,5 +40,5 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
         rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
         trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
         weights += sum(count for count, _ in trained)
-        states += sum(count * of_each for count, of_each in trained)
+        states += sum(count * num_states for count, num_states in trained)
     return CheckpointSize(weights * WIDTHS[plan.config.training.dtype], states * STATE_WIDTHS[optimizer.state_dtype])

@@ -1,6 +1,6 @@
-"""The stages of a run's text: the sequence length, the mixture and the model's shape of each range of samples.
+"""Stages of a run's text: the sequence length, the mixture and the model's shape of each range of samples.
 
-The config alone decides after how many samples a stage ends. Layout, batch size and resumes do not change it.
+The number of samples of a stage depends only on the config, not on layout, batch size and resumes.
 """
 
 from collections.abc import Sequence
@@ -16,30 +16,31 @@ class TextStage(NamedTuple):
     """A range of global sample numbers with its sequence length, mixture and shape."""
 
     first: int
-    """The first sample."""
+    """Number of the first sample."""
     stop: int | None
-    """The number after the last sample; None: until the run ends."""
+    """Number after the last sample; None: until the run ends."""
     seq_len: int
     """Tokens per sample."""
     weights: tuple[float, ...]
     """Share of each source in the order of data.sources; 0 skips it."""
     documents: tuple[float, float]
-    """Range of shares of every source's documents that is read."""
+    """Part of every source's documents that is read, as a range within 0 to 1."""
     shape: ModelShape
-    """The model's shape with the sliding window and the RoPE scaling of the stage."""
+    """Shape of the model with the sliding window and the RoPE scaling of the stage."""
 
 
 def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
-    """The stages of a run in order, without stages that have no sample."""
-    weights, shape = tuple(source.weight for source in config.data.sources), resolve_shape(config.model)
+    """Compute the stages of a run in order, without empty stages."""
+    weights = tuple(source.weight for source in config.data.sources)
+    shape = resolve_shape(config.model)
     if not config.data.stages:
         return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0), shape),)
     stages: list[TextStage] = []
     clocks = config.data.stage_clocks(config.training.seq_len, config.lr_scheduler.start_tokens)
     first = 0
-    for stage, clock, following in zip_longest(config.data.stages, clocks, clocks[1:]):
+    for stage, clock, next_clock in zip_longest(config.data.stages, clocks, clocks[1:]):
         seq_len = stage.seq_len or config.training.seq_len
-        stop = None if following is None else first + (following - clock) // seq_len
+        stop = None if next_clock is None else first + (next_clock - clock) // seq_len
         if stop != first:
             mixture = stage.weights or weights
             stages.append(TextStage(first, stop, seq_len, mixture, stage.documents, stage.shape_of(shape)))
@@ -48,13 +49,16 @@ def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
 
 
 def stage_at(stages: Sequence[TextStage], sample: int) -> TextStage:
-    """The stage of a global sample number."""
+    """Return the stage of a global sample number."""
     return next(stage for stage in stages if stage.stop is None or sample < stage.stop)
 
 
 def describe_attention(shape: ModelShape) -> tuple[str, str]:
-    """The sliding window and the RoPE scaling of a shape in words."""
-    window, scaling = shape.sliding_window, shape.rope_scaling
-    of = "" if scaling is None or scaling.rope_type == "linear" else f" of {scaling.original_max_position_embeddings:,}"
-    words = "none" if scaling is None else f"{scaling.rope_type} x {scaling.factor:g}{of}"
-    return "none" if window is None else f"{window:,}", words
+    """Describe the sliding window and the RoPE scaling of a shape."""
+    window = shape.sliding_window
+    scaling = shape.rope_scaling
+    original_length = (
+        "" if scaling is None or scaling.rope_type == "linear" else f" of {scaling.original_max_position_embeddings:,}"
+    )
+    scaling_text = "none" if scaling is None else f"{scaling.rope_type} x {scaling.factor:g}{original_length}"
+    return "none" if window is None else f"{window:,}", scaling_text

@@ -1,4 +1,4 @@
-"""FLOPs of a token in training: the matrix products of forward and backward.
+"""FLOPs of a token in training, counted from the matrix products of forward and backward.
 
 Backward costs twice the forward, so training costs three forwards. Causal attention is counted as causal (half of the
 square); the embedding look-up costs nothing. Recomputation under activation checkpointing is not counted: the result is
@@ -37,64 +37,69 @@ class TrainingFlops:
 
 
 def matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterConfig | None = None) -> float:
-    """Of the products with these rows, which are frozen under an adapter: none for gradients of weights."""
+    """Count the FLOPs per token of products with these rows. Under an adapter they are frozen and have no weight
+    gradient."""
     weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
     return float((_TRAINING_OVER_FORWARD - (adapter is not None)) * _FLOPS_PER_MULTIPLY_ADD * weights)
 
 
 def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float:
-    """Keys that a query attends to, averaged over a sequence: half of it, or less under a sliding window or with
-    documents."""
+    """Average the number of keys that a query attends to over a sequence: half the sequence, or less under a sliding
+    window or with documents."""
     if not seq_len:
         return 0.0
     window = min(shape.sliding_window or seq_len, seq_len)
     if document is None:
         return window - window * window / (2 * seq_len)
-    # With exponential lengths the way back to the start of the document is exponential too, cut at the start of the row
-    # and by the window. The mean of min(way, x) is `document` (1 - exp(-x / document)); here integrated over the row.
-    seen = -expm1(-window / document)
-    return document * (window - document * seen + (seq_len - window) * seen) / seq_len
+    # With exponential lengths the distance to the start of the document is exponential too, limited by the start of
+    # the row and by the window. The mean of min(distance, x) is `document` (1 - exp(-x / document)), integrated here
+    # over the row.
+    fraction = -expm1(-window / document)
+    return document * (window - document * fraction + (seq_len - window) * fraction) / seq_len
 
 
 def pair_flops(shape: ModelShape) -> float:
-    """FLOPs of a layer's attention for one pair of query and key, forward and backward."""
+    """Count the FLOPs of a layer's attention for one pair of query and key, forward and backward."""
     width = shape.num_attention_heads * shape.head_dim
     return float(_TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width)
 
 
 def attention_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
-    """FLOPs per token and layer of scores and weighted values, forward and backward.
+    """Count the FLOPs per token and layer of scores and weighted values, forward and backward.
 
     Args:
         seq_len: tokens of a row.
-        document: mean tokens of a document, with lengths taken as exponential; None: each row is one document.
+        document: mean tokens of a document, assuming exponential lengths; None: each row is one document.
     """
     return pair_flops(shape) * _mean_keys(shape, seq_len, document)
 
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """FLOPs per token of forward and backward, by layer."""
+    """FLOPs per token of forward and backward, for each decoder layer and for the rest."""
 
-    of_layer: list[float]
+    per_layer: list[float]
     head_and_mtp: float
 
 
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
-    """`training_flops` of each decoder layer, and of the head and the MTP layers."""
-    core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
+    """Compute `training_flops` of each decoder layer, and of the head and the MTP layers."""
+    core = attention_flops(shape, seq_len)
+    total = training_flops(shape, seq_len)
     dense, moe = (matrix_flops(layer_rows(shape, kind), shape) + core for kind in ("dense", "moe"))
-    of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
-    return LayerFlops(of_layer, matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
+    flops_of_layers = [
+        dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)
+    ]
+    return LayerFlops(flops_of_layers, matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
 
 
 def training_flops(
     shape: ModelShape, seq_len: int, document: float | None = None, adapter: AdapterConfig | None = None
 ) -> TrainingFlops:
-    """FLOPs per token of forward and backward, in parts; arguments of `attention_flops`.
+    """Count the FLOPs per token of forward and backward, by part; further arguments as in `attention_flops`.
 
     Args:
-        adapter: [adapter] of a run that trains no other weights.
+        adapter: config of the adapters, if the run trains only these.
     """
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
     core = attention_flops(shape, seq_len, document)
@@ -111,18 +116,19 @@ def training_flops(
 
 
 def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: AdapterConfig | None = None) -> float:
-    """FLOPs of forward and backward of tokens with the given number of attention pairs.
+    """Count the FLOPs of forward and backward for tokens with this number of attention pairs.
 
     Args:
-        half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
-            the total of `training_flops` times the tokens.
+        half_pairs: sum of `document_half_pairs` over the documents. With one document per row the result is the total
+            of `training_flops` times the tokens.
     """
-    of_pairs = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
-    return tokens * training_flops(shape, 0, adapter=adapter).total + of_pairs
+    attention = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
+    return tokens * training_flops(shape, 0, adapter=adapter).total + attention
 
 
 def document_half_pairs(length, window: int | None):
-    """Twice the number of (query, key) pairs of a document of this many tokens: its square, or less under a window.
+    """Compute twice the number of (query, key) pairs of a document of this many tokens: its square, or less under a
+    window.
 
     Args:
         length: integer, or integer tensor of any shape; the result has the same form.
@@ -132,6 +138,8 @@ def document_half_pairs(length, window: int | None):
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Floating-point operations of ``steps`` iterations on one matrix: two S x S x L products and one S x S x S."""
-    short, long = min(rows, columns), max(rows, columns)
-    return steps * (4 * short * short * long + 2 * short**3)
+    """Count the FLOPs of ``steps`` iterations on one matrix: two products S x S x L and one S x S x S, where S and L
+    are the shorter and the longer side."""
+    min_side = min(rows, columns)
+    max_side = max(rows, columns)
+    return steps * (4 * min_side * min_side * max_side + 2 * min_side**3)

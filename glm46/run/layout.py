@@ -1,4 +1,4 @@
-"""Degrees of the mesh, with -1 resolved."""
+"""Parallelism degrees of the mesh, with -1 resolved."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from glm46.config.parallelism import ParallelismConfig
 
 
 class ExpertLevels(NamedTuple):
-    """The ranks that share the experts of a layer, by host: tokens are sent to hosts first, then inside each."""
+    """Ranks that share the experts of a layer, by host: tokens are sent to hosts first, then inside each host."""
 
     hosts: int
-    of_host: int
+    ranks_per_host: int
     """Ranks on each host."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Resolved degrees. Their product, without the borrowed expert degree, is the number of processes."""
+    """Resolved degrees. Their product, without the expert degree, is the number of processes."""
 
     pp: int
     dp_replicate: int
@@ -63,7 +63,7 @@ class Layout:
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     def dp_rank(self, rank: int) -> int:
-        """The data-parallel rank of a rank: ranks with the same number read the same sequences.
+        """Return the data-parallel rank of a rank: ranks with the same number read the same sequences.
 
         See `build_meshes` for the order of the ranks.
         """
@@ -71,21 +71,21 @@ class Layout:
 
 
 def generation_layout(degrees: Degrees, world_size: int) -> Layout:
-    """The layout of ranks that generate; ``dp_shard`` is the number of those with different samples. A rule has
-    checked the degrees."""
+    """Return the layout of ranks that generate; ``dp_shard`` is the number of ranks with different samples. A rule of
+    the config has checked the degrees."""
     replicas = world_size // degrees.ranks
     return Layout(degrees.pipeline_parallel, 1, replicas, 1, degrees.tensor_parallel, degrees.expert_parallel)
 
 
 def fixed_processes(parallelism: ParallelismConfig) -> int:
-    """Product of the degrees that the config sets: the number of processes, or a divisor of it if
+    """Return the product of the degrees set by the config: the number of processes, or a divisor of it if
     ``data_parallel_shard_degree`` is -1."""
     return max(parallelism.data_parallel_shard_degree, 1) * parallelism.stated_ranks
 
 
 def smallest_world(parallelism: ParallelismConfig) -> int:
-    """The smallest number of processes that the config can run on: the expert degree must divide the degrees that it is
-    borrowed from."""
+    """Return the smallest number of processes for the config: the expert degree must divide the product of the
+    sharding, context and tensor degrees."""
     fixed = fixed_processes(parallelism)
     if parallelism.data_parallel_shard_degree != -1:
         return fixed
@@ -94,7 +94,8 @@ def smallest_world(parallelism: ParallelismConfig) -> int:
 
 
 def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
-    """The degrees on this many processes; a rule of the config has checked that they multiply to it."""
+    """Resolve the degrees on this many processes; a rule of the config has checked that their product is this
+    number."""
     fixed = fixed_processes(parallelism)
     is_open = parallelism.data_parallel_shard_degree == -1
     assert world_size % fixed == 0 and (is_open or world_size == fixed), f"{world_size} processes, degrees of {fixed}"
@@ -109,32 +110,36 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
 
 
 def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> ExpertLevels | None:
-    """The levels in which tokens travel to their experts, or None for one exchange among all ranks that share them.
+    """Return the levels of the exchange of tokens with experts; None for one exchange among all ranks that share them.
 
     Args:
-        host_ranks: ranks of this run on each host; 0 if hosts have unequal numbers. None if they are not known: taken
-            for one host if two levels or DeepEP are stated.
+        host_ranks: ranks of this run on each host; 0 if hosts have unequal numbers; None if unknown. Unknown ranks are
+            assumed to be on one host if two levels or DeepEP are configured.
 
     Raises:
-        UserError: two levels or DeepEP are stated, and the ranks that share experts are not whole hosts or inside one.
+        UserError: two levels or DeepEP are configured, and the ranks that share experts are neither whole hosts nor
+            inside one.
     """
-    ranks, exchange = parallelism.expert_parallel_degree, parallelism.expert_exchange
+    ranks = parallelism.expert_parallel_degree
+    exchange = parallelism.expert_exchange
     if ranks == 1 or exchange == "all_to_all" or (host_ranks is None and exchange == "auto"):
         return None
     if (reason := why_not_in_levels(ranks, host_ranks)) is None:
-        of_host = min(host_ranks or ranks, ranks)
-        return ExpertLevels(ranks // of_host, of_host)
+        ranks_per_host = min(host_ranks or ranks, ranks)
+        return ExpertLevels(ranks // ranks_per_host, ranks_per_host)
     if exchange == "auto":
         return None
     raise UserError(f'parallelism.expert_exchange = "{exchange}": {reason}; use "all_to_all"')
 
 
 def why_not_in_levels(ranks: int, host_ranks: int | None) -> str | None:
-    """The reason why the ranks that share experts cannot exchange tokens in two levels, if there is one; arguments as
-    of `expert_levels`."""
-    of_host = min(host_ranks if host_ranks is not None else ranks, ranks)
-    if of_host and not ranks % of_host and not (host_ranks or ranks) % of_host:
+    """Explain why the ranks that share experts cannot exchange tokens in two levels; None if they can. Arguments as in
+    `expert_levels`."""
+    ranks_per_host = min(host_ranks if host_ranks is not None else ranks, ranks)
+    if ranks_per_host and not ranks % ranks_per_host and not (host_ranks or ranks) % ranks_per_host:
         return None
-    found = f"each host has {host_ranks} ranks" if host_ranks else "hosts have unequal numbers of ranks"
-    wanted = f"the {ranks} ranks that share experts (parallelism.expert_parallel_degree) are not whole hosts, or on one"
-    return f"{wanted}: {found}"
+    actual = f"each host has {host_ranks} ranks" if host_ranks else "hosts have unequal numbers of ranks"
+    problem = (
+        f"the {ranks} ranks that share experts (parallelism.expert_parallel_degree) are not whole hosts, or on one"
+    )
+    return f"{problem}: {actual}"

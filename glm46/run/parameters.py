@@ -1,9 +1,9 @@
 """The one table of the model's parameters: name, Hugging Face name, shape, initial value, optimizer, sharding.
 
-Each fact about a parameter is stated here once, and the rooms read it: the estimate counts with it,
-`compute/model/init.py` fills by it, `compute/optim/roles.py` and `compute/parallelize/tensor.py` assign by it,
-`storage/huggingface/names.py` and `storage/huggingface/fp8.py` convert by it. It needs no torch, so that planning is
-fast. A test holds the rows equal to the parameters and buffers of the model.
+Each fact about a parameter is here once, and other packages read it: the estimate counts with it,
+`compute/model/init.py` initialises, `compute/optim/roles.py` and `compute/parallelize/tensor.py` assign roles and
+shards, `storage/huggingface/names.py` and `storage/huggingface/fp8.py` convert. It needs no torch, so that planning is
+fast. A test compares the rows with the parameters and buffers of the model.
 """
 
 import functools
@@ -19,55 +19,55 @@ from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 
 Head = Literal["lm", "value"]
-"""The last layer: logits of the vocabulary, or one value per token."""
+"""Kind of the last layer: logits of the vocabulary, or one value per token."""
 
 DECODED_AT_ONCE = 1 << 22
-"""Weights of 4 bits that are converted at once, in `DECODING_BYTES` each besides the result."""
+"""Number of 4-bit weights that are converted at once; each takes `DECODING_BYTES` in addition to the result."""
 DECODING_BYTES = 6
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row: a parameter, or a buffer, that its part of the model holds once."""
+    """Row of the table: a parameter or buffer that occurs once in its part of the model."""
 
     part: Literal["embedding", "head", "value", "layer", "dense", "moe", "mtp"]
-    """layer: every decoder layer and the block inside every MTP layer. dense, moe: the feed-forward network of such a
-    layer. head: the final norm and the output head. value: the head of a value network, which has it instead of the
-    output head and the MTP layers. mtp: an MTP layer without its block."""
+    """Part of the model. layer: every decoder layer and the block inside every MTP layer. dense, moe: the feed-forward
+    network of such a layer. head: the final norm and the output head. value: the head of a value network, which
+    replaces the output head and the MTP layers. mtp: an MTP layer without its block."""
     name: str
-    """Our name inside the part."""
+    """Name in this project, inside the part."""
     hf_names: tuple[str, ...]
     """Hugging Face names inside the part; whole names for embedding and head. ``E`` is an expert's index. Several names
-    are equal blocks of rows that we fuse into one tensor; Muon updates each block as a matrix of its own."""
+    are equal blocks of rows, fused into one tensor here; Muon updates each block as a separate matrix."""
     dims: str
     """Dimensions of our tensor, outermost first, as keys of `dimensions`."""
     group: str
     """Line of the printed table of optimizer roles."""
-    optimizer: Literal["muon", "adamw", "router", "lm_head"] | None = "muon"
-    """router, lm_head: the key of [optimizer] that decides. None: a buffer, which no optimizer updates."""
+    optimizer: Literal["muon", "adamw"] | None = "muon"
+    """Optimizer under optimizer.name = "Muon". None: a buffer, which no optimizer updates."""
     initial: Literal["normal", "ones", "zeros", "uniform"] = "normal"
-    """normal: N(0, initializer_range). uniform: at most 1 / sqrt(the last dimension)."""
+    """Initial value. normal: N(0, initializer_range). uniform: within +-1 / sqrt(last dimension)."""
     tensor_dim: int | None = None
-    """Dimension that tensor parallelism shards. None: every tensor-parallel rank holds it whole."""
+    """Dimension that tensor parallelism shards. None: replicated on every tensor-parallel rank."""
     is_expert: bool = False
     """True for routed experts, which expert parallelism shards along their first dimension."""
     needs: str | None = None
     """Key of the shape without which the parameter does not exist."""
     head_rows: str = ""
-    """Dimensions of the consecutive rows of one head, each of which Muon updates as a matrix of its own, as GLM-5's
-    makers do with those of latent attention (arXiv 2602.15763). Empty: heads are not apart."""
+    """Dimensions of the consecutive rows of one head, each of which Muon updates as a separate matrix, as GLM-5 does
+    for latent attention (arXiv 2602.15763). Empty: heads are not updated separately."""
     hf_repeat: str | None = None
     """Hugging Face name inside an MTP layer under which GLM-4.5 and GLM-4.5-Air repeat the tensor."""
     fp8_family: str | None = None
-    """Pattern of the modules that inference servers fuse or multiply in sequence: such a family is in FP8 as a whole or
-    not at all. None: never in FP8. In the main model the same rows are the targets of adapters."""
+    """Pattern of the modules that inference servers fuse or multiply in sequence: the whole family is in FP8 or none of
+    it. None: never in FP8. In the main model the same rows are the targets of adapters."""
     rank: int | None = None
-    """Of an adapter: the dimension r."""
+    """Dimension r of an adapter."""
     is_frozen: bool = False
-    """Of the base of a run that trains adapters: no gradient and no state."""
+    """True in the base of a run that trains adapters: no gradient and no optimizer state."""
     stored_bytes: float | None = None
-    """Of an element of a quantised base, also while a layer is gathered. None: those of the type that a run computes
-    with or trains in."""
+    """Bytes of an element of a quantised base, also while a layer is gathered. None: determined by the dtype of
+    computation or training."""
 
     @property
     def is_quantised(self) -> bool:
@@ -76,12 +76,12 @@ class Parameter:
 
     @property
     def is_trained(self) -> bool:
-        """True for what an optimizer updates."""
+        """True if an optimizer updates it."""
         return self.optimizer is not None and not self.is_frozen
 
     @property
     def is_decayed(self) -> bool:
-        """True if weight decay applies: to all but norms, biases and magnitudes."""
+        """True if weight decay applies: to all parameters except norms, biases and magnitudes."""
         return self.initial in ("normal", "uniform") or self.group == "adapter B"
 
     @property
@@ -91,61 +91,61 @@ class Parameter:
 
     @property
     def row_blocks(self) -> int:
-        """Blocks of rows that are matrices of their own."""
+        """Number of blocks of rows that are separate matrices."""
         return len(self.hf_names)
 
     def block_rows(self, shape: ModelShape) -> tuple[int, ...]:
-        """Rows of each matrix of its own, in a model of this shape."""
+        """Return the number of rows of each separate matrix, in a model of this shape."""
         if self.head_rows:
             return tuple(dimensions(shape)[dim] for dim in self.head_rows.split()) * shape.num_attention_heads
         return (self.shape(shape)[-2] // self.row_blocks,) * self.row_blocks
 
     def shape(self, shape: ModelShape) -> tuple[int, ...]:
-        """Shape of our whole tensor in a model of this shape."""
+        """Return the full shape of the tensor in a model of this shape."""
         sizes = _all_dimensions(shape)
         if self.rank is not None:
             sizes = {**sizes, "r": self.rank}
         return tuple([sizes[dim] for dim in self.dims.split()])
 
     def numel(self, shape: ModelShape) -> int:
-        """Elements of our whole tensor."""
+        """Count the elements of the full tensor."""
         return prod(self.shape(shape))
 
     def active_numel(self, shape: ModelShape) -> int:
-        """Elements that one token uses."""
+        """Count the elements that one token uses."""
         numel = self.numel(shape)
         return numel * shape.num_experts_per_tok // shape.n_routed_experts if self.is_expert else numel
 
     def hf_shape(self, shape: ModelShape) -> tuple[int, ...]:
-        """Shape of each Hugging Face tensor that ours is made of."""
-        whole = self.shape(shape)
-        return (whole[1] // self.row_blocks, *whole[2:]) if self.is_expert else whole
+        """Return the shape of each Hugging Face tensor of this parameter."""
+        full_shape = self.shape(shape)
+        return (full_shape[1] // self.row_blocks, *full_shape[2:]) if self.is_expert else full_shape
 
     def hf_tensors(self, shape: ModelShape) -> int:
-        """Tensors of a Hugging Face checkpoint that ours is made of: each expert's matrices are apart there."""
+        """Count the Hugging Face tensors of this parameter: there, each expert has its own matrices."""
         return len(self.hf_names) * (shape.n_routed_experts if self.is_expert else 1)
 
     def choose_optimizer(self, config: OptimizerConfig) -> str:
-        """The optimizer, "muon" or "adamw", that updates it under [optimizer]."""
+        """Return the optimizer, "muon" or "adamw", for this parameter under [optimizer]."""
         assert self.optimizer is not None, f"{self.name} is a buffer"
-        if config.name == "AdamW":
-            return "adamw"
-        return getattr(config, self.optimizer) if self.optimizer in ("router", "lm_head") else self.optimizer
+        return "adamw" if config.name == "AdamW" else self.optimizer
 
     def states(self, config: OptimizerConfig) -> int:
-        """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
+        """Count the optimizer states per element: one momentum under Muon, two moments under AdamW."""
         return 1 if self.choose_optimizer(config) == "muon" else 2
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
-    """Sizes of the dimensions that `Parameter.dims` names.
+    """Return the sizes of the dimensions named in `Parameter.dims`.
 
-    V vocabulary, D hidden, H width of all query heads, K of all key heads, C of one head, I width of a dense layer,
-    E experts, F width of one expert, S of the shared experts. Of latent attention: Q and L widths of the latents of
-    queries and of keys and values, LR of the latter with the rotated key, N of the part of a head that is not rotated,
-    NC of that and the values of all heads.
+    V vocabulary, D hidden, H width of all query heads, K width of all key heads, C width of one head, I width of a
+    dense layer, E experts, F width of one expert, S width of the shared experts. Latent attention: Q and L widths of
+    the latents of queries and of keys and values, LR width of L and the rotated key, N width of the unrotated part of a
+    head, NC width of the unrotated parts and values of all heads.
     """
-    width, heads, part = shape.moe_intermediate_size, shape.num_attention_heads, shape.qk_nope_head_dim or 0
+    width = shape.moe_intermediate_size
+    heads = shape.num_attention_heads
+    unrotated = shape.qk_nope_head_dim or 0
     return {
         "V": shape.vocab_size,
         "D": shape.hidden_size,
@@ -156,8 +156,8 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "Q": shape.q_lora_rank or 0,
         "L": shape.kv_lora_rank or 0,
         "LR": shape.latent_width,
-        "N": part,
-        "NC": heads * (part + (shape.v_head_dim or 0)),
+        "N": unrotated,
+        "NC": heads * (unrotated + (shape.v_head_dim or 0)),
         "I": shape.intermediate_size,
         "E": shape.n_routed_experts,
         "F": width,
@@ -169,13 +169,15 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _all_dimensions(shape: ModelShape) -> Mapping[str, int]:
-    """`dimensions`, and the groups of columns of quantised weights. A search of layouts asks millions of times."""
-    sizes, groups = dimensions(shape), {base.columns for base in BASE_FORMATS.values()}
+    """Return `dimensions`, and numbers of column groups of quantised weights. Cached: a layout search calls it millions
+    of times."""
+    sizes = dimensions(shape)
+    groups = {base.columns for base in BASE_FORMATS.values()}
     return MappingProxyType(sizes | {f"{dim}/{n}": size // n for dim, size in sizes.items() for n in groups})
 
 
 def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
-    """A row whose Hugging Face name is ours."""
+    """Build a row whose Hugging Face name equals the name here."""
     return Parameter(part, name, (name,), dims, group, **options)
 
 
@@ -235,8 +237,8 @@ PARAMETERS = (
     _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
     _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),
     *_swiglu("dense", "mlp", "I", "dense feed-forward"),
-    Parameter("moe", "mlp.router.weight", ("mlp.gate.weight",), "E D", "router", "router"),
-    # Moved by the load of the experts, not by a gradient.
+    Parameter("moe", "mlp.router.weight", ("mlp.gate.weight",), "E D", "router"),
+    # Updated by the load of the experts, not by a gradient.
     Parameter("moe", f"mlp.router.{_SELECTION_BIAS}", (f"mlp.gate.{_SELECTION_BIAS}",), "E", "router", None, "zeros"),
     Parameter(
         "moe",
@@ -250,7 +252,7 @@ PARAMETERS = (
     *_swiglu("moe", "mlp.shared_experts", "S", "shared experts", needs="n_shared_experts"),
     _norm("head", "norm.weight", "D", "model.norm.weight"),
     _same(
-        "head", "lm_head.weight", "V D", "head", optimizer="lm_head", tensor_dim=0, hf_repeat="shared_head.head.weight"
+        "head", "lm_head.weight", "V D", "head", optimizer="adamw", tensor_dim=0, hf_repeat="shared_head.head.weight"
     ),
     _same("value", "value_head.weight", "1 D", "value head", optimizer="adamw"),
     _norm("mtp", "enorm.weight", "D"),
@@ -260,17 +262,20 @@ PARAMETERS = (
 )
 
 _TARGETS: dict[str, AdapterTarget] = {
-    "self_attn": "attention", "mlp": "dense", "mlp.shared_experts": "shared_experts", "mlp.experts": "experts"
-}  # fmt: skip
+    "self_attn": "attention",
+    "mlp": "dense",
+    "mlp.shared_experts": "shared_experts",
+    "mlp.experts": "experts",
+}
 PEFT_NAMES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-"""Last part of the name of an adapter's tensor -> what PEFT has in its place."""
+"""Last part of the name of an adapter's tensor -> last part of its name in PEFT."""
 
 
 def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
-    """A, B and the magnitude of a weight W, in whose place ``W + scale * B A`` is; their Hugging Face names are PEFT's.
+    """Build the rows of A, B and magnitude for a weight W, replaced by ``W + scale * B A``, with PEFT's names.
 
-    A has the columns of W, B and the magnitude have its rows, and are sharded as those are. The gate and the up matrix
-    of an expert share A.
+    A has the columns of W; B and the magnitude have its rows. They are sharded like these dimensions of W. The gate and
+    the up matrix of an expert share A.
     """
     outputs, inputs = row.dims.split()[-2:]
     experts, separator = ("E ", "_") if row.is_expert else ("", ".")
@@ -279,7 +284,8 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
     def of(key: str, dims: str, group: str, initial, **options) -> Parameter:
         name, *modules = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
         hf_names = tuple(f"{hf_name}.{PEFT_NAMES[key]}" for hf_name in modules)
-        name, options = f"{name}{separator}{key}", sharded | options
+        name = f"{name}{separator}{key}"
+        options = sharded | options
         return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
 
     a = {} if row.tensor_dim == 1 else {"tensor_dim": None}
@@ -292,20 +298,22 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
 
 
 ADAPTER_PARAMETERS = tuple(adapter for row in PARAMETERS if row.fp8_family for adapter in _adapters_of(row))
-"""The adapters of every weight that can have them, as rows without their rank; see `adapter_rows`."""
+"""Adapters of every weight that can have them, as rows without a rank; see `adapter_rows`."""
 
 
 def _scales_of(row: Parameter, base_dtype: str) -> Parameter:
-    """The scales of a frozen weight, which are sharded as it is; a folder may have them in other shapes."""
+    """Build the row of the scales of a frozen weight, sharded like the weight; a folder may have them in other
+    shapes."""
     *lead, inputs = row.dims.split()
-    base, name = BASE_FORMATS[base_dtype], scales_name(row.name)
+    base = BASE_FORMATS[base_dtype]
+    name = scales_name(row.name)
     dims = " ".join([*lead, f"{inputs}/{base.columns}"])
     scales = replace(row, name=name, hf_names=(), dims=dims, group="scales", initial="zeros", fp8_family=None)
     return replace(scales, is_frozen=True, stored_bytes=base.scale_bytes)
 
 
 def scales_name(weight: str) -> str:
-    """Name of the scales of a quantised frozen weight."""
+    """Return the name of the scales of a quantised frozen weight."""
     return f"{weight}_scale"
 
 
@@ -313,29 +321,35 @@ _SCALES = {(row.name, key): _scales_of(row, key) for row in PARAMETERS if row.fp
 
 
 def base_families(shape: ModelShape, base_dtype: str) -> frozenset[str]:
-    """The `fp8_family` values that a base in this format has in it: all of their weights have whole groups."""
-    rows, base = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)], BASE_FORMATS[base_dtype]
+    """Return the `fp8_family` values that a base in this format stores in it: families whose weights all divide into
+    groups."""
+    rows = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)]
+    base = BASE_FORMATS[base_dtype]
     sizes = [(row.fp8_family, row.hf_shape(shape)[-2:]) for row in rows if row.fp8_family]
     unfit = {family for family, (rows, columns) in sizes if rows % base.rows or columns % base.columns}
     return frozenset(family for family, _ in sizes).difference(unfit)
 
 
 def in_base_dtype(rows: list[Parameter], shape: ModelShape, base_dtype: str | None) -> list[Parameter]:
-    """Rows of a frozen base, each weight that is held in this format followed by its scales."""
+    """Return the rows of a frozen base; each weight that is stored in this format is followed by its scales."""
     if base_dtype is None:
         return rows
-    families, found, stored = base_families(shape, base_dtype), [], BASE_FORMATS[base_dtype].bits / 8
+    families = base_families(shape, base_dtype)
+    base_rows = []
+    stored_bytes = BASE_FORMATS[base_dtype].bits / 8
     for row in rows:
         is_in = row.fp8_family in families
-        found += [replace(row, stored_bytes=stored), _SCALES[row.name, base_dtype]] if is_in else [row]
-    return found
+        base_rows += [replace(row, stored_bytes=stored_bytes), _SCALES[row.name, base_dtype]] if is_in else [row]
+    return base_rows
 
 
 def describe_base(shape: ModelShape, base_dtype: str) -> str:
-    """A text about the weights that a base in this format has in it, and the projections that it has not."""
-    rows, columns = in_base_dtype(list(named_rows(shape).values()), shape, base_dtype), BASE_FORMATS[base_dtype].columns
+    """Describe the weights that a base stores in this format, and the projections that it does not."""
+    rows = in_base_dtype(list(named_rows(shape).values()), shape, base_dtype)
+    columns = BASE_FORMATS[base_dtype].columns
     others = dict.fromkeys(row.name.removesuffix(".weight") for row in rows if row.fp8_family and not row.stored_bytes)
-    numel, total = sum(row.numel(shape) for row in rows if row.is_quantised), count_parameters(shape).total
+    numel = sum(row.numel(shape) for row in rows if row.is_quantised)
+    total = count_parameters(shape).total
     unfit = f"; not {', '.join(others)}, which have no groups of {columns}" if others else ""
     return f"{numel:,} of {total:,} weights stay in {base_dtype}, converted where they are used{unfit}"
 
@@ -347,7 +361,7 @@ _BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER
 
 
 def find_parameter(name: str) -> Parameter:
-    """The row of a parameter, an adapter or a buffer by its full name, such as ``layers.3.mlp.experts.down``.
+    """Find the row of a parameter, an adapter or a buffer by its full name, such as ``layers.3.mlp.experts.down``.
 
     Raises:
         KeyError: no row has this name.
@@ -359,7 +373,7 @@ def find_parameter(name: str) -> Parameter:
 
 
 def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
-    """The rows of these parts that a model of this shape has, in the order of the table."""
+    """Return the rows of these parts in a model of this shape, in the order of the table."""
     return [row for row in PARAMETERS if row.part in parts and (row.needs is None or getattr(shape, row.needs))]
 
 
@@ -367,46 +381,48 @@ _LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", 
 
 
 def layer_rows(shape: ModelShape, kind: str) -> list[Parameter]:
-    """The rows of a layer: "dense", "moe", or "mtp" with its block; embedding and head are those of the main model."""
+    """Return the rows of a layer: "dense", "moe", or "mtp" with its block, without embedding and head, which it shares
+    with the main model."""
     return part_rows(shape, *_LAYERS[kind])
 
 
 def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
-    """Number of dense, of expert and of MTP layers."""
+    """Return the numbers of dense, expert and MTP layers."""
     dense = min(shape.first_k_dense_replace, shape.num_hidden_layers)
     return dense, shape.num_hidden_layers - dense, shape.num_nextn_predict_layers
 
 
 def named_rows(shape: ModelShape, head: Head = "lm") -> dict[str, Parameter]:
-    """Every parameter and buffer of the model with this head by its full name, in the order of the model."""
+    """Return every parameter and buffer of the model with this head by full name, in the order of the model."""
     dense, moe, mtp = layer_counts(shape)
-    without = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]
+    absent_head = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]
     prefixes = [("", part_rows(shape, "embedding"))]
     prefixes += [(f"layers.{index}.", layer_rows(shape, "dense")) for index in range(dense)]
     prefixes += [(f"layers.{dense + index}.", layer_rows(shape, "moe")) for index in range(moe)]
-    prefixes.append(("", [row for row in part_rows(shape, "head", "value") if row.name != without]))
+    prefixes.append(("", [row for row in part_rows(shape, "head", "value") if row.name != absent_head]))
     for index in range(mtp):
         prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", layer_rows(shape, "moe"))]
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
 
 
 def adapter_layer(shape: ModelShape, adapter: AdapterConfig, index: int) -> list[Parameter]:
-    """The rows of the adapters in one layer of the main model; magnitudes under DoRA only."""
+    """Return the rows of the adapters in one layer of the main model; magnitudes only under DoRA."""
     if index not in adapter.layers_of(shape.num_hidden_layers):
         return []
-    parts, rows = ("layer", "dense" if index < shape.first_k_dense_replace else "moe"), []
+    parts = ("layer", "dense" if index < shape.first_k_dense_replace else "moe")
+    rows = []
     for row in ADAPTER_PARAMETERS:
         module = row.name.rpartition(".")[0]
         target = _TARGETS[module if row.is_expert else module.rpartition(".")[0]]
-        is_there = row.part in parts and (row.needs is None or getattr(shape, row.needs))
-        if is_there and target in adapter.targets and (row.group != "magnitude" or adapter.name == "dora"):
+        is_present = row.part in parts and (row.needs is None or getattr(shape, row.needs))
+        if is_present and target in adapter.targets and (row.group != "magnitude" or adapter.name == "dora"):
             rank = adapter.rank if adapter.expert_rank is None or not row.is_expert else adapter.expert_rank
             rows.append(replace(row, rank=rank))
     return rows
 
 
 def adapter_rows(shape: ModelShape, adapter: AdapterConfig) -> dict[str, Parameter]:
-    """Every parameter of the adapters by its full name, in the order of the layers."""
+    """Return every parameter of the adapters by full name, in the order of the layers."""
     layers = adapter.layers_of(shape.num_hidden_layers)
     return {f"layers.{i}.{row.name}": row for i in layers for row in adapter_layer(shape, adapter, i)}
 
@@ -416,17 +432,17 @@ class ParameterCount:
     """Elements and tensors of a model as Hugging Face counts them, the routers' selection biases included."""
 
     main: int
-    """The decoder with embedding and head, without the MTP layers."""
+    """Elements of the decoder with embedding and head, without the MTP layers."""
     mtp: int
-    """The MTP layers, without repetitions of embedding and head."""
+    """Elements of the MTP layers, without repetitions of embedding and head."""
     embedding: int
     head: int
     active: int
-    """Elements of the main model that one token uses, the whole embedding and the head included."""
+    """Elements of the main model that one token uses, including the full embedding and the head."""
     mtp_active: int
     """Elements of the MTP layers that one token uses, without the shared head."""
     buffers: int
-    """Selection biases: counted in main and mtp, but not trained by the optimizer."""
+    """Elements of selection biases: counted in main and mtp, but not trained by the optimizer."""
     main_tensors: int
     mtp_tensors: int
 
@@ -437,7 +453,7 @@ class ParameterCount:
 
     @property
     def trained(self) -> int:
-        """Elements that the optimizer updates: the sum of ``numel`` over the parameters of our model."""
+        """Elements that the optimizer updates: the sum of ``numel`` over the parameters of the model."""
         return self.total - self.buffers
 
 

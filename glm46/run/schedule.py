@@ -11,25 +11,26 @@ from glm46.config.section import Schedule
 
 
 def schedule_value(schedule: Schedule, tokens: int) -> float:
-    """The value of ``schedule`` after ``tokens`` tokens of the curriculum.
+    """Return the value of ``schedule`` after ``tokens`` tokens of the curriculum.
 
-    Points are joined by straight lines. Two points with the same token count are a jump; the last one holds from that
+    Points are interpolated linearly. Two points with the same token count are a jump; the second one holds from that
     count on. Before the first and after the last point the nearest value holds.
     """
     if not isinstance(schedule, tuple):
         return float(schedule)
     if tokens < schedule[0][0]:
         return float(schedule[0][1])
-    left, left_value = schedule[0]
-    for right, right_value in schedule[1:]:
-        if tokens < right:
-            return left_value + (right_value - left_value) * ((tokens - left) / (right - left))
-        left, left_value = right, right_value
-    return float(left_value)
+    start, start_value = schedule[0]
+    for end, end_value in schedule[1:]:
+        if tokens < end:
+            return start_value + (end_value - start_value) * ((tokens - start) / (end - start))
+        start = end
+        start_value = end_value
+    return float(start_value)
 
 
 def learning_rate_factor(tokens: int, scheduler: LRSchedulerConfig, total_tokens: int, step_tokens: int = 0) -> float:
-    """The learning rate after ``tokens`` tokens of the curriculum, relative to its peak.
+    """Return the learning rate after ``tokens`` tokens of the curriculum, relative to its peak.
 
     Args:
         tokens: tokens since the start of the curriculum, ``scheduler.start_tokens`` included.
@@ -62,7 +63,7 @@ def learning_rate_factor(tokens: int, scheduler: LRSchedulerConfig, total_tokens
 
 
 def batch_sequences(schedule: Schedule | None, tokens: int, multiple: int) -> int:
-    """Sequences of the next optimizer step: the schedule's value rounded down to ``multiple``, but at least
+    """Return the sequences of the next optimizer step: the schedule's value rounded down to ``multiple``, but at least
     ``multiple``.
 
     ``multiple`` is the number of sequences of one micro-batch over all ranks. Without a schedule a step is one
@@ -70,6 +71,6 @@ def batch_sequences(schedule: Schedule | None, tokens: int, multiple: int) -> in
     """
     if schedule is None:
         return multiple
-    # The small term keeps whole numbers that interpolation misses by a rounding error.
+    # The small term corrects integers that interpolation misses by a rounding error.
     micro_batches = math.floor(schedule_value(schedule, tokens) / multiple + 1e-9)
     return max(1, micro_batches) * multiple

@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 from glm46.config.loader import load_config  # noqa: E402
 from glm46.engine.observe.peaks import Accelerator  # noqa: E402
 from glm46.operate.benchmark.rates import cpu_peaks, efficiencies, measure_rates  # noqa: E402
-from glm46.operate.estimate.pipeline_order import pipeline_order  # noqa: E402
 from glm46.operate.estimate.step_time import StepTime, step_time  # noqa: E402
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster  # noqa: E402
 from glm46.run.plan import resolve_plan  # noqa: E402
@@ -126,7 +125,7 @@ def predict(config: Path, overrides: list[str], rates: dict) -> StepTime:
         RANKS,
         efficiencies=Efficiencies(**{"experts_rows": 0.0, "attention_rows": 0.0} | rates["efficiencies"]),
     )
-    return step_time(plan, 0, SEQUENCES, cluster, pipeline_order)
+    return step_time(plan, 0, SEQUENCES, cluster)
 
 
 def train(config: Path, overrides: list[str], folder: Path) -> float:

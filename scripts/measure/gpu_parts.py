@@ -112,7 +112,7 @@ def measure_kernels(is_dry: bool) -> Result:
                 Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=is_dry)
             )
             assert kernels is not None
-            of_weight = partial(kernels.forms, experts.transpose(1, 2), of_backward=False)
+            of_weight = partial(kernels.forms, experts.transpose(1, 2), for_backward=False)
             in_fp8 = partial(kernels.multiply, given, of_weight(), offsets)
             moved = 3.0 * given.numel() + experts.numel() + 4.0 * width * len(given)
             work[f"the same in FP8, {of_expert} rows"] = in_fp8, moved, 2.0 * len(given) * D * width

@@ -5,7 +5,7 @@
 
 Starts Prometheus and Alertmanager with scripts/setup_monitoring.sh, a webhook, and three small runs of debug.toml on
 one process each, whose learning rate is nearly 0, so that their losses stay where they are. One is killed, one is
-stopped by SIGSTOP, one gets a loss that is not finite and later one that is 0.6 nats too high. Takes four minutes;
+halted in a step, one gets a loss that is not finite and later one that is 0.6 nats too high. Takes five minutes;
 needs prometheus and prometheus-alertmanager.
 """
 
@@ -18,15 +18,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from glm46.operate.launch.process_end import started_ranks
-
 ROOT = Path(__file__).parents[2]
-GOALS = {"TrainingDown": 75, "TrainingNotFinite": 15, "LossSpike": 45, "TrainingStalled": 150}
+GOALS = {"TrainingDown": 145, "TrainingNotFinite": 15, "LossSpike": 45, "TrainingStalled": 150}
 """Seconds; the stall counts as one 120 s after the last step, and has 30 s from then."""
 HISTORY_SECONDS = 80
 """Time before the spike: its alert compares with what is older than a minute."""
@@ -65,6 +64,8 @@ def install():
     def to_host(sums):
         time.sleep(float(os.environ["GLM46_STEP_SLEEP"]))
         host, kind = original(sums), open(fault).read()
+        while kind == "stall":
+            time.sleep(1.0)
         for name in host:
             if name.endswith("/loss"):
                 host[name] = host[name] * {"": 1.0, "spike": 1.07, "nan": math.nan}[kind]
@@ -112,8 +113,8 @@ def free_ports(count: int) -> list[int]:
 def start_run(
     name: str, folder: Path, keys: Mapping[str, object], *, processes: int = 1, sleep_seconds: float = 0.3
 ) -> subprocess.Popen:
-    """A run of debug.toml in a session of its own. It reads its fault from NAME.fault in the folder, writes its output
-    to NAME.log, and announces its endpoint in state/targets.
+    """A run of debug.toml in a session of its own. It reads its fault from NAME.fault in the folder, and writes its
+    output to NAME.log.
 
     Args:
         keys: of the config; None takes a key out.
@@ -122,7 +123,7 @@ def start_run(
     if not (injector := folder / "sitecustomize.py").exists():
         injector.write_text(INJECTOR)
     (folder / f"{name}.fault").write_text("")
-    keys = {"job.dump_folder": folder / name, "metrics.prometheus_sd_folder": folder / "state" / "targets"} | keys
+    keys = {"job.dump_folder": folder / name} | keys
     overrides = [f"--{key}={'' if value is None else value}" for key, value in keys.items()]
     environment = os.environ | {
         "PYTHONPATH": f"{folder}:{ROOT}",
@@ -150,43 +151,45 @@ def kill_run(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def heartbeat(folder: Path, name: str) -> dict:
-    """The heartbeat of a run; empty before its first step."""
+def exported(port: int) -> dict[str, float]:
+    """The series of a run that have no label except the run's; empty if it does not answer."""
     try:
-        return json.loads((folder / name / "heartbeat.json").read_text())
-    except (OSError, ValueError):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
         return {}
+    series = [line.partition(" ") for line in lines if not line.startswith("#")]
+    return {name.partition("{")[0]: float(value) for name, _, value in series if name.count("=") == 1}
 
 
 def measure(folder: Path) -> dict[str, float]:
     """Inject the faults; returns the time of each by the name of its alert."""
-    runs = {
-        name: start_run(name, folder, KEYS | {"metrics.prometheus_port": port})
-        for name, port in zip(("a", "b", "c"), free_ports(3), strict=True)
-    }
+    ports = dict(zip(("a", "b", "c"), free_ports(3), strict=True))
+    targets = [{"targets": [f"127.0.0.1:{port}" for port in ports.values()]}]
+    (folder / "state" / "runs" / "measured.json").write_text(json.dumps(targets))
+    runs = {name: start_run(name, folder, KEYS | {"metrics.prometheus_port": port}) for name, port in ports.items()}
     faults: dict[str, float] = {}
     try:
-        while not all(heartbeat(folder, name).get("steps_done", 0) >= 3 for name in runs):
+        while not all(exported(port).get("training_steps_total", 0) >= 3 for port in ports.values()):
             for name, process in runs.items():
                 if process.poll() is not None:
                     sys.exit((folder / f"{name}.log").read_text())
             time.sleep(0.2)
         began = time.time()
         time.sleep(40)  # until Prometheus has found all of them
-        (rank,) = started_ranks(runs["b"].pid)
-        os.kill(rank, signal.SIGSTOP)
-        faults["TrainingStalled"] = heartbeat(folder, "b")["moved"]
+        (folder / "b.fault").write_text("stall")
+        faults["TrainingStalled"] = time.time()
         os.kill(runs["a"].pid, signal.SIGKILL)
         faults["TrainingDown"] = time.time()
         (folder / "c.fault").write_text("nan")
-        while not heartbeat(folder, "c").get("not_finite"):  # one step, however long it takes
+        while not exported(ports["c"]).get("training_not_finite_steps_total"):  # one step, however long it takes
             time.sleep(0.02)
-        faults["TrainingNotFinite"] = heartbeat(folder, "c")["moved"]
+        faults["TrainingNotFinite"] = time.time()
         (folder / "c.fault").write_text("")
         time.sleep(max(began + HISTORY_SECONDS - time.time(), 0))
         (folder / "c.fault").write_text("spike")
         faults["LossSpike"] = time.time()
-        while {alert for alert, _ in Webhook.seen} < GOALS.keys() and time.time() < began + 230:
+        while {alert for alert, _ in Webhook.seen} < GOALS.keys() and time.time() < began + 290:
             time.sleep(0.2)
         return faults
     finally:

@@ -1,6 +1,6 @@
 """Time log-likelihoods of lm-eval's tasks: this package's engine against lm-eval's own backend `hf`, interleaved.
 
-    python scripts/measure/measure_lm_eval.py --model models/mine                # three rounds of the two shipped tasks
+    python scripts/measure/measure_lm_eval.py --model models/mine --tasks my.yaml               # three rounds
     python scripts/measure/measure_lm_eval.py --model models/mine --tasks my.yaml --batch-size 8 --rounds 1
 
 Both have the folder in memory in FP32, and get the same requests, which are made before the clock starts. Prints
@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.engine.evaluation.answers import Answers, Keys  # noqa: E402
+from glm46.engine.evaluation.answers import Answers  # noqa: E402
 from glm46.engine.evaluation.lm_eval_model import LmEvalModel  # noqa: E402
 from glm46.engine.evaluation.results import Results  # noqa: E402
 from glm46.engine.evaluation.standard import find_tasks  # noqa: E402
@@ -32,7 +32,7 @@ def main() -> None:
     """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tasks", default="glm46_next_line,glm46_documentation")
+    parser.add_argument("--tasks", required=True, help="names or files, with commas")
     parser.add_argument("--batch-size", default="8", help="of lm-eval's backend; its own auto is refused on a CPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -55,7 +55,6 @@ def main() -> None:
                 Answers(Loaded(model, tokenizer, ModelMesh()), Results(None, {})),
                 tokenizer,
                 model.shape.max_position_embeddings,
-                Keys(),
             )
             for one in (ours, theirs) if number % 2 == 0 else (theirs, ours):
                 start = time.perf_counter()

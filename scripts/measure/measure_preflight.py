@@ -193,7 +193,6 @@ FAULTS = {
     "GPU remap": Fault("GPU remapped rows", gpus("row_pending>No", "row_pending>Yes")),
     "GPU throttled": Fault("GPU throttling", gpus("hw_slowdown>Not Active", "hw_slowdown>Active")),
     "own name": Fault("own name", unknown_name),
-    "Prometheus down": Fault("monitoring", options=("--local", "--prometheus", "http://127.0.0.1:9")),
     "rank killed": Fault("ranks", options=RANKS, rank=end_soon(signal.SIGKILL)),
     "wrong sums": Fault("all-reduce sums", options=RANKS, rank=on_rank_1(dist, "all_reduce", wrong_sum)),
     "wrong products": Fault("product sums", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", wrong_product)),

@@ -4,8 +4,7 @@
     python scripts/measure/record_metrics.py --minutes 35 --out tests/unit/engine/observe/recorded_metrics.json
 
 Starts debug.toml on two processes with saves, validation and the bandwidth probe. After a quarter of the time the run
-is stopped by SIGTERM and resumed; at the end it is stopped again. The recorder reads the address of the endpoint from
-the service discovery file, as Prometheus does, and takes no sample while that file is missing. Node exporter is
+is stopped by SIGTERM and resumed; at the end it is stopped again. Node exporter is
 recorded where it is installed. Each step sleeps for 4 s, so that the two ranks take little of a core, and its length
 hardly depends on other work.
 """
@@ -22,7 +21,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +33,9 @@ sys.path.insert(0, str(ROOT))
 from scripts.measure.measure_alerts import free_ports, kill_run, start_run  # noqa: E402
 
 SCRAPE_SECONDS = 15
+SCRAPES_PER_SAMPLE = 3
+"""The shipped Prometheus reads every 5 s. A run that stops serves its last phase until the first scrape of it, for at
+most 10 s."""
 STEP_SLEEP_SECONDS = 4.0
 WAIT_SCRAPES = 4
 """From SIGTERM to the next start, and recorded after the last SIGTERM."""
@@ -65,25 +66,31 @@ def scrape(address: str, kept: re.Pattern[str]) -> Sample | None:
         for name, labels, value, *_ in family.samples:
             # Devices are of this machine, and of its mounts only the root has the same name everywhere.
             if kept.fullmatch(name) and labels.get("mountpoint", "/") == "/":
-                stated = [f"{key}={json.dumps(label)}" for key, label in sorted(labels.items()) if key != "device"]
+                stated = [
+                    f"{key}={json.dumps(label)}"
+                    for key, label in sorted(labels.items())
+                    if key not in ("device", "run")
+                ]
                 series[f"{name}{{{', '.join(stated)}}}" if stated else name] = value
     return series
 
 
+def await_sample(address: str, at: float) -> Sample:
+    """Series of the run in the newest of the scrapes until this time that was answered, with their ``up``."""
+    newest: Sample | None = None
+    for remaining in reversed(range(SCRAPES_PER_SAMPLE)):
+        next_scrape = at - remaining * SCRAPE_SECONDS / SCRAPES_PER_SAMPLE
+        time.sleep(max(next_scrape - time.time(), 0.0))
+        newest = scrape(address, RUN_METRICS) or newest
+    return {"up": float(newest is not None)} | (newest or {})
+
+
 def scrape_job(address: str | None, kept: re.Pattern[str]) -> Sample:
-    """What Prometheus stores of a target, with its ``up``; nothing without a target."""
+    """Series that Prometheus stores of a target, with its ``up``; nothing without a target."""
     if address is None:
         return {}
     series = scrape(address, kept)
     return {"up": float(series is not None)} | (series or {})
-
-
-def found_address(folder: Path) -> str | None:
-    """Address of the run by its file of discovery; None without one."""
-    for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):  # a run that ends removes it
-            return json.loads(path.read_text())[0]["targets"][0]
-    return None
 
 
 def encode(samples: list[Sample], began: float) -> dict[str, list]:
@@ -138,9 +145,11 @@ def record(folder: Path, minutes: float, out: Path) -> None:
             sys.exit(f"the run has ended with code {code}\n{(folder / 'recorded.log').read_text()}")
 
     node_address = f"127.0.0.1:{node_port}"
-    node, run, targets = start_node_exporter(node_address), start(), folder / "state" / "targets"
+    node = start_node_exporter(node_address)
+    run = start()
+    run_address = f"127.0.0.1:{port}"
     try:
-        while found_address(targets) is None:  # until its data is prepared
+        while scrape(run_address, RUN_METRICS) is None:  # until its data is prepared
             expect(None)
             time.sleep(0.2)
         began = time.time()
@@ -154,8 +163,7 @@ def record(folder: Path, minutes: float, out: Path) -> None:
         }
         jobs: dict[str, list[Sample]] = {"glm46": [], "node": []}
         for number in range(count):
-            time.sleep(max(began + number * SCRAPE_SECONDS - time.time(), 0.0))
-            jobs["glm46"].append(scrape_job(found_address(targets), RUN_METRICS))
+            jobs["glm46"].append(await_sample(run_address, began + number * SCRAPE_SECONDS))
             jobs["node"].append(scrape_job(node_address if node else None, NODE_METRICS))
             write(out, head, jobs, began)
             if number in (first_stop, last_stop):

@@ -59,15 +59,15 @@ def verify(folder: Path, scratch: Path | None) -> int:
     """Print the result of each check; returns the exit code. Raises UserError if the folder cannot be used."""
     shape = stored_shape(folder)
     checked = check_folder(folder, shape)
-    print(f"tensors: {len(checked.found):,} with the names, shapes and types of config.json")
-    dtype = checked.found["model.embed_tokens.weight"][1].dtype
+    print(f"tensors: {len(checked.places):,} with the names, shapes and types of config.json")
+    dtype = checked.places["model.embed_tokens.weight"][1].dtype
     differing: list[str] = []
     if checked.scheme is not None or dtype not in CONVERTED:
         print("round trip: not for quantised folders and FP16")
     else:
         with tempfile.TemporaryDirectory(dir=scratch) as place:
             differing = differing_tensors(folder, converted_twice(folder, shape, CONVERTED[dtype], Path(place)))
-        print(f"round trip: {len(differing)} of {len(checked.found):,} tensors differ", *differing[:10], sep="\n  ")
+        print(f"round trip: {len(differing)} of {len(checked.places):,} tensors differ", *differing[:10], sep="\n  ")
     gap, same = compare_logits(folder, shape)
     print(f"logits of {TOKENS} tokens: largest difference {gap:.1e} of the largest logit, most likely tokens ", end="")
     print("equal" if same else "differ")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import draw_badges, draw_house
-from tests.architecture import house
+from scripts import draw_badges, draw_packages
+from tests.architecture import rules
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -28,7 +28,7 @@ VERBS = {
 def test_named_files_and_verbs_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w/.-]*\w/?", text) + re.findall(r"\./([\w/]+\.sh)", text)
-    paths = [path for path in paths if not re.search(r"\b(ROOM|WING|NAME)\b", path)]  # what a reader fills in
+    paths = [path for path in paths if not re.search(r"\b(PACKAGE|GROUP|NAME)\b", path)]  # what a reader fills in
     assert [path for path in paths if not (ROOT / path).exists()] == []
     anchors = re.findall(r"`(docs/[\w/.-]+\.md)#([\w-]+)", text)
     assert [name for page, name in anchors if name not in headings(ROOT / page)] == []
@@ -63,7 +63,7 @@ def test_keys_that_pages_name_exist():
         for section in sections for key in re.findall(r"(?m)^\| `(\w+)` \|", section)
     }  # fmt: skip
     known = keys | {key.rpartition(".")[0] for key in keys} | {"model.embed_tokens.weight", "rollout.top_p"}
-    files = (".md", ".py", ".toml", ".json", ".jsonl", ".sh", ".txt", ".jinja", ".png")
+    files = (".md", ".py", ".toml", ".json", ".jsonl", ".sh", ".txt", ".jinja", ".png", ".safetensors")
     unknown = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8")
@@ -98,16 +98,26 @@ def test_stops_of_the_ways_exist():
     assert unknown == []
 
 
-def test_rooms_of_the_page_are_the_rooms():
+def test_the_page_names_the_packages():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = re.findall(r"(?m)^\| `([\w/]+)/` \|", text)
-    assert sorted(rooms) == sorted(room for room in house.LAYERS if (ROOT / "glm46" / room).is_dir())
+    packages = re.findall(r"(?m)^\| `([\w/]+)/` \|", text)
+    assert sorted(packages) == sorted(package for package in rules.LAYERS if (ROOT / "glm46" / package).is_dir())
+
+
+def test_the_readme_states_the_size_of_the_core():
+    """Within 3 %: a number of the README that nobody has to change with each commit."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"core of about ([\d,]+) lines", text)
+    modules = rules.read_package(ROOT).values()
+    core = [module for module in modules if rules.is_in(module.package, rules.CORE)]
+    lines = sum(len(module.path.read_text(encoding="utf-8").splitlines()) for module in core)
+    assert int(match[1].replace(",", "")) == pytest.approx(lines, rel=0.03)
 
 
 @pytest.mark.slow
-def test_picture_of_the_house_is_that_of_its_imports():
-    """``python scripts/draw_house.py`` writes it."""
-    assert (ROOT / "docs" / "images" / "house.svg").read_text(encoding="utf-8") == draw_house.picture()
+def test_the_picture_shows_the_imports():
+    """``python scripts/draw_packages.py`` writes it."""
+    assert (ROOT / "docs" / "images" / "packages.svg").read_text(encoding="utf-8") == draw_packages.picture()
 
 
 def test_badges_are_those_of_the_project():
@@ -122,3 +132,22 @@ def test_reference_is_that_of_the_code_and_the_recipes(tmp_path):
     written = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
     shipped = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").iterdir()}
     assert shipped == written and len(shipped) == 4
+
+
+def test_every_command_that_starts_a_server_states_its_address():
+    """vLLM listens on all addresses by default; SGLang on the loopback address."""
+    faults = []
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "deploy").rglob("*"),
+        *(ROOT / "glm46").rglob("*.py"),
+    ]
+    for page in pages:
+        if not page.is_file() or "results" in page.parts:
+            continue
+        text = page.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
+        for line in text.splitlines():
+            if re.search(r"\bvllm serve [\w{$\"]", line) and "--host" not in line:
+                faults.append(f"{page.relative_to(ROOT)}: {line.strip()[:80]}")
+    assert faults == []

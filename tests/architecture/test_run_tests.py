@@ -42,8 +42,8 @@ def run_tests(tmp_path):
         (tmp_path / "programs" / name).symlink_to(shutil.which(name))
     (tmp_path / "programs" / "nproc").write_text("#!/bin/sh\necho 4\n")
     (tmp_path / "programs" / "nproc").chmod(0o755)
-    for room in ("storage/data", "compute/model"):
-        (tmp_path / "tests" / "unit" / room).mkdir(parents=True)
+    for package in ("storage/data", "compute/model"):
+        (tmp_path / "tests" / "unit" / package).mkdir(parents=True)
 
     def run(*arguments: str, codes: str = "") -> tuple[int, list[str]]:
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

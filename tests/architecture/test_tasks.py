@@ -9,11 +9,11 @@ PACKAGE = Path(__file__).parents[2] / "glm46"
 OF_TASKS = {"rl", "rollout", "finetune", "preference"}
 
 
-@pytest.mark.parametrize("room", ["engine/training", "engine/reliability", "engine/observe", "compute"])
-def test_a_room_below_the_tasks_asks_for_none(room):
+@pytest.mark.parametrize("package", ["engine/training", "engine/reliability", "engine/observe", "compute"])
+def test_a_package_below_the_tasks_asks_for_none(package):
     found = [
         f"{file.relative_to(PACKAGE)}:{node.lineno}"
-        for file in sorted((PACKAGE / room).rglob("*.py"))
+        for file in sorted((PACKAGE / package).rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in OF_TASKS and ast.unparse(node.value).endswith("config")
     ]

@@ -1,4 +1,4 @@
-"""The types of the whole package are checked: no room is left out."""
+"""The types of the whole package are checked: no package is excluded."""
 
 import importlib.util
 import re
@@ -16,7 +16,7 @@ def test_no_room_is_left_out():
     (rules,) = re.findall(r"^\[tool\.mypy\]\n(.*?)^\[", text, re.M | re.S)
     assert 'packages = ["glm46"]' in rules and "check_untyped_defs = true" in rules
     looser = re.findall(r"exclude|ignore_errors|follow_imports|disable_error_code", rules)
-    assert not looser and "tool.mypy.overrides" not in text, "each room is checked, and by the same rules"
+    assert not looser and "tool.mypy.overrides" not in text, "each package is checked, and by the same rules"
     files = [str(file) for file in (ROOT / "glm46").rglob("*.py") if "# mypy:" in file.read_text(encoding="utf-8")]
     assert not files, "no file has rules of its own"
 

@@ -168,7 +168,7 @@ def muon_exchanges(process: Process) -> None:
         Unit(i, f"matrix {i}", 0, (0, rows), columns, (((0, rows), (0, columns)),), 0, owner=0)
         for i, (rows, columns) in enumerate(shapes)
     )
-    group = {"momentum": 0.95, "nesterov": True, "lr": 0.1, "weight_decay": 0.1, "adjust_lr": "original"}
+    group = {"momentum": 0.95, "lr": 0.1, "weight_decay": 0.1, "adjust_lr": "original"}
     settings, results = Orthogonalizer(5, torch.float32), []
     for is_exchanged in (False, True):
         weights = [random(1, *shape, device=process.device).detach() for shape in shapes]

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
+from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.background import Staging
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.tasks.pretrain.task import train
 from tests.small_run import small_config, write_source
 
 pytestmark = [

@@ -66,7 +66,7 @@ def test_grouped_product_follows_its_recipe(recipe):
             assert distance(got.cpu(), want) < BOUND, expert
     if recipe == "rowwise":  # weights that were rounded before give the same bits
         again, kernels = [t.cuda().requires_grad_() for t in (x, weight)], experts_kernels(float8)
-        forms = [form for of_backward in (False, True) for form in kernels.forms(again[1].detach(), of_backward)]
+        forms = [form for for_backward in (False, True) for form in kernels.forms(again[1].detach(), for_backward)]
         kept = experts_product(float8)(*again, ENDS.cuda(), *forms)
         kept[:end].backward(grad[:end].cuda())
         pairs = (kept[:end], y[:end]), (again[0].grad[:end], inputs[0].grad[:end]), (again[1].grad, inputs[1].grad)

@@ -185,10 +185,10 @@ def test_gather_and_combine_repeat_every_bit():
     for _ in range(5):
         x.grad = None
         dispatcher = LocalDispatcher()
-        rows, sorted_weights, offsets, context = dispatcher.arrived(
+        (rows, sorted_weights, offsets), way, _ = dispatcher.arrived(
             dispatcher.start(x, Routing(weights, choice, None), 32)
         )
-        out = dispatcher.combine(rows * sorted_weights.unsqueeze(1).bfloat16(), context)
+        out = dispatcher.combine(rows * sorted_weights.unsqueeze(1).bfloat16(), way)
         rows.backward(grad)
         results.append((rows.detach().clone(), out.detach().clone(), x.grad.clone(), offsets.clone()))
     for again in results[1:]:

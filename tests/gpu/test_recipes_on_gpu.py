@@ -27,7 +27,7 @@ PAGES = " ".join(
     f"--data.sources[{n}].recipe.held_out 0.1"
     for n, pages in enumerate(("glm46/config/*.py", "glm46/engine/*/*.py"))
 )
-PRETRAINING = f"--training.tokens 122_880 --validation.freq 10 --optimizer.ns_dtype bfloat16 {PAGES}"
+PRETRAINING = f"--training.tokens 122_880 --validation.freq 10 {PAGES}"
 ROLLOUTS = "--checkpoint.interval 4 --training.steps 4 --validation.freq 4 --rl.validation[0].samples 1"
 CHAINS: dict[str, list[tuple[str, str]]] = {
     "finetuning": [

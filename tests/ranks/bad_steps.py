@@ -8,6 +8,7 @@ from torch import Tensor
 
 import glm46.engine.training.step as step_module
 from glm46.engine.training import loop
+from glm46.operate.launch.train_rank import train
 from glm46.tasks.pretrain import next_token, task
 from tests.ranks.forked_ranks import in_halves, run_whole
 from tests.small_run import folder_with_source, small_config
@@ -80,7 +81,7 @@ def work(rank: int, config, out: Path) -> int:
 
     loop.train_step = recorded
     poison(hit)
-    task.train(config)
+    train(config)
     out.write_text(json.dumps(kept))
     return 0
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from glm46.engine.observe.exporter import RunCollector
+from glm46.engine.observe.exporter import Exporter
 from glm46.engine.observe.history import read_history
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from tests.ranks.forked_ranks import run_whole
 from tests.small_run import folder_with_source, small_config
 
@@ -29,8 +29,11 @@ def main() -> None:
     with folder_with_source() as (base, source):
         for label, degrees in LAYOUTS.items():
             rows = [_rows(source, base / f"{label} {interval}", degrees, interval) for interval in (0, INTERVAL)]
+            exporter = Exporter(label, None, print)
+            for row in rows[1]:
+                exporter.row({column: value for column, value in row.items() if column != "kind"})
             registry = CollectorRegistry(auto_describe=False)
-            registry.register(RunCollector(base / f"{label} {INTERVAL}"))
+            registry.register(exporter)
             exported = generate_latest(registry).decode()
             print(json.dumps({"name": label, "without": rows[0], "rows": rows[1], "exported": exported}), flush=True)
 

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 
 import torch
 
+from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.integrity import published_steps
-from glm46.tasks.rl import task
-from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
+from glm46.tasks.rl.journal import read_rollout
+from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout.local import LocalEngine
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
@@ -46,7 +47,7 @@ def work(config, *, is_fatal: bool) -> int:
         serve(self, exchange_or_die, rules)
 
     LocalEngine.serve = serve_or_die
-    return task.train(config)
+    return train(config)
 
 
 def main() -> None:

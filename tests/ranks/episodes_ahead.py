@@ -25,13 +25,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from glm46.engine.training import loop
-from glm46.storage.prepare.jail import NO_JAIL
-from glm46.tasks.rl import task
+from glm46.operate.launch.train_rank import train
+from glm46.storage.judge.jail import NO_JAIL
 from glm46.tasks.rl.conversations import _Conversation
-from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
+from glm46.tasks.rl.journal import read_rollout
+from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout import background, programs
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
@@ -143,7 +145,7 @@ class Case:
             BackgroundGeneration.halt = fatal(2, BackgroundGeneration.halt, after=True)
         elif moment == "write":
             background.append_durably = fatal(5, background.append_durably)
-        return task.train(config)
+        return train(config)
 
     def kill_behind(self, answers: int, steps: int, pids: list[int]) -> None:
         """Has the server kill these processes in place of an answer, counted from when so many steps have begun."""
@@ -170,7 +172,8 @@ class Case:
         folder = self.base / "run" / FOLDER
         for step in rollout_steps(folder):
             rollout = read_rollout(folder, step)
-            used.append(rollout.group[rollout.episode].tolist())
+            # An episode whose history the template renders anew has several samples.
+            used.append(rollout.group[np.unique(rollout.episode)].tolist())
             ages += (step - rollout.versions).tolist()
             waiting, stale = [number for number, _ in rollout.waiting], stale + rollout.stale
             for sample in range(len(rollout)):

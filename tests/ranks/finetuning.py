@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from glm46.config.text_recipe import TextRecipe
+from glm46.operate.launch.train_rank import train
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.storage.prepare.pipeline import prepare_text
-from glm46.tasks.finetune.task import train
-from glm46.tasks.pretrain.task import train as pretrain
 from tests.ranks.forked_ranks import in_halves, run_whole
 from tests.small_run import small_config, write_source
+from tests.step_tensors import step_tensors
 
 LAYOUTS = {
     "one rank": (1, {}), "tensor": (2, {"tensor_parallel_degree": 2}), "context": (2, {"context_parallel_degree": 2}),
@@ -51,7 +50,7 @@ def main() -> None:
         text = write_source(base / "text", load_tokenizer("builtin"))
         chats = {"name": "chats", "path": str(prepare_chats(base / "chats")), "packing": "best_fit"}
 
-        def run(label: str, layout: str, function=train, **tables) -> dict:
+        def run(label: str, layout: str, **tables) -> dict:
             ranks, degrees = LAYOUTS[layout]
             config = small_config(
                 text, base / label, **{
@@ -65,7 +64,7 @@ def main() -> None:
 
             def work(rank: int) -> int:
                 torch.set_num_threads(1)
-                return function(config)
+                return train(config)
 
             log = base / f"log-{label}-"
             said = run_whole(ranks, log, work)[0]
@@ -75,7 +74,7 @@ def main() -> None:
             answers = [line for line in said.splitlines() if line.startswith(("Greedy", "assistant:"))]
             return {"name": label, "rows": rows, "answers": answers}
 
-        run("base", "one rank", pretrain, moe={"bias_update_rate": 0.05})
+        run("base", "one rank", moe={"bias_update_rate": 0.05})
         step = base / "base" / "checkpoint" / f"step-{STEPS:06d}"
         start = {"initial_load_path": str(step), "interval": SAVED, "async_mode": "disabled"}
         samples = {"samples": ["Say three.", "Say one."], "max_new_tokens": 4}
@@ -93,7 +92,7 @@ def main() -> None:
                 shutil.rmtree(base / label / "checkpoint" / f"step-{STEPS:06d}")
                 row = run(label, layout, **tables)
                 ours, theirs = (
-                    dict(StepTensors(folder / f"step-{STEPS:06d}")) for folder in (saved, base / label / "checkpoint")
+                    step_tensors(folder / f"step-{STEPS:06d}") for folder in (saved, base / label / "checkpoint")
                 )
                 assert ours.keys() == theirs.keys()
                 row["differences"] = {

@@ -214,9 +214,9 @@ def compare(process: Process, name: str, references: dict[str, tuple]) -> dict:
     roundings, forms = [], Emulated.forms
 
     @torch.compiler.disable
-    def counted(kernels: Emulated, weight: Tensor, of_backward: bool) -> tuple[Tensor, ...]:
+    def counted(kernels: Emulated, weight: Tensor, for_backward: bool) -> tuple[Tensor, ...]:
         roundings.append(weight.shape)
-        return forms(kernels, weight, of_backward)
+        return forms(kernels, weight, for_backward)
 
     is_traced = case.layout.compiled and case.layout.pipeline == 1  # the whole layer: no call can be counted in it
     with mock.patch.object(Emulated, "forms", forms if is_traced else counted):

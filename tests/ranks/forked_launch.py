@@ -1,7 +1,7 @@
 """`python -m glm46 launch` by fork: real launcher, real torchrun, real ranks, without their seconds of imports.
 
-The caller has torch and glm46 imported. The launcher is a fork of it, and forks itself in place of a server of ranks;
-the rank then runs the command line that torchrun made for it.
+The caller has torch and glm46 imported. The launcher is a fork of it, and torchrun forks the ranks; a rank then runs
+the command line that torchrun made for it.
 """
 
 import os
@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
 from glm46 import cli
-from glm46.operate.launch.rank_server import RankServer
 from tests.ranks.forked_ranks import end_with
 
 EXIT_SECONDS = "TEST_EXIT_SECONDS"
@@ -83,6 +84,5 @@ def launch(*arguments: str) -> int:
 
 
 def fork_ranks() -> None:
-    """From now on this process forks its ranks, without a server."""
-    RankServer._begin = RankServer.begin_start = RankServer.close = lambda self: None
-    RankServer.start = lambda self, args, env, times: ForkedRank(args, env)
+    """From now on torchrun in this process forks its ranks."""
+    SubprocessHandler._popen = lambda self, args, env: ForkedRank(args, env)

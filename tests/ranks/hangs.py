@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from glm46.engine.reliability import watchdog
 from glm46.engine.training import loop
+from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint import save
 from glm46.tasks.pretrain.data_stream import DataStream
-from glm46.tasks.pretrain.task import train
 from tests.processes import is_alive, wait_until
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import folder_with_source, small_config

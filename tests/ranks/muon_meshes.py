@@ -129,18 +129,22 @@ def summed(value: float, operation=dist.ReduceOp.SUM) -> float:
     return tensor.item()
 
 
+def with_names(case: Case, parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Parameters and names that are the same on every mesh; stochastic rounding depends on the names."""
+    return [(f"{case.name} {number}", parameter) for number, parameter in enumerate(parameters)]
+
+
 def build(case: Case, mesh: DeviceMesh, dtype: torch.dtype, **options) -> tuple[list[nn.Parameter], Muon]:
     """Parameters on the mesh and their optimizer."""
     parameters = [nn.Parameter(distribute(full, case, mesh)) for full in random_tensors(case, dtype, 0)]
-    named = [(f"{case.name} {number}", parameter) for number, parameter in enumerate(parameters)]
-    group = {"params": named, "row_blocks": case.row_blocks}
+    group = {"params": with_names(case, parameters), "row_blocks": case.row_blocks}
     return parameters, Muon([group], lr=0.02, ns_dtype=dtype, **options)
 
 
 def one_process(case: Case, dtype: torch.dtype, steps: int = STEPS, **options) -> list[Tensor]:
     """The same steps on whole, plain tensors."""
     parameters = [nn.Parameter(full) for full in random_tensors(case, dtype, 0)]
-    group = {"params": parameters, "row_blocks": case.row_blocks}
+    group = {"params": with_names(case, parameters), "row_blocks": case.row_blocks}
     optimizer = Muon([group], **(dict(lr=0.02, ns_dtype=dtype) | options))
     for step in range(1, steps + 1):
         for parameter, gradient in zip(parameters, random_tensors(case, dtype, step), strict=True):
@@ -299,6 +303,9 @@ def run_resume(world: int) -> dict:
             for parameter in parameters:
                 parameter.zero_()
         dcp.load(tensors_of(parameters, optimizer), checkpoint_id=path)
+        # The trainer sets this too when it resumes; stochastic rounding depends on it.
+        for group in optimizer.param_groups:
+            group["updates"] = STEPS
         for step in range(STEPS + 1, 2 * STEPS + 1):
             set_gradients(parameters, kinds[second], meshes[second], step)
             optimizer.step()

@@ -69,7 +69,7 @@ def load_batches(folder: Path) -> list[Batch]:
         tokens = np.where(is_target, ids, ids + NOT_A_TARGET).astype(np.uint32)
         ends = np.array([len(ids)])
         writer.add({"tokens": tokens, "doc_ends": ends, "text_bytes": ends}, np.array([True]))
-    splits = {"train": writer.finish(), "validation": Split.of(())}
+    splits = {"train": writer.finish(), "validation": Split.from_shards(())}
     manifest = Manifest(folder, "chats", "t", VOCABULARY, VOCABULARY - 1, splits)
     save_manifest(manifest)
     sources, layout = [TrainSource("chats", manifest, 1.0, "best_fit")], BatchLayout(SEQ_LEN, DEPTHS, ROWS, 0, 1, True)

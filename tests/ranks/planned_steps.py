@@ -35,7 +35,6 @@ from glm46.compute.model.router import Router
 from glm46.compute.parallelize.host_copies import Copied, LayerCopies
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.loader import load_config
-from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
@@ -47,7 +46,7 @@ from glm46.run.layout import Layout
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.chats.pairs import BEGIN
 from glm46.tasks.finetune.halves import split_pairs
-from glm46.tasks.finetune.task import Distillation, PreferenceTuning
+from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.server import ROOT
 from tests.ranks.sharded_layouts import Job, build_job, schedule_here
@@ -86,11 +85,8 @@ class Case(NamedTuple):
     optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
     float8: dict[str, Any] = {}  # noqa: RUF012 - read only
     adapter: dict[str, Any] | None = None
-    deferred: bool = False
     pairs: str = ""
     """A ``loss_type``: a step is the passes without gradient and the training of the policy."""
-    teacher: str = ""
-    """"own" shape, or "start": the same of a student."""
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
     of_host: int | None = None
     """Ranks of a host, between which and inside which tokens travel in two levels; None: all to all."""
@@ -103,7 +99,6 @@ class Case(NamedTuple):
             "context_parallel_degree": self.context, "tensor_parallel_degree": self.tensor,
             "pipeline_parallel_degree": self.pipeline, "fsdp_reshard_after_forward": self.reshard,
         } | ({"pipeline_parallel_schedule": self.schedule} if self.pipeline > 1 else {})  # fmt: skip
-        parallelism |= {"defer_gradient_sync": True} if self.deferred else {}
         parallelism |= {"expert_exchange": "two_level"} if self.of_host else {}
         parallelism |= {"expert_exchange_chunks": self.chunks} if self.chunks > 1 else {}
         readers = self.ranks // self.pipeline // self.context // self.tensor
@@ -117,15 +112,6 @@ class Case(NamedTuple):
                 model | {"num_nextn_predict_layers": 0},
                 adapted | {"finetune": {"preference": {"loss_type": self.pairs}}},
             )
-        if self.teacher:
-            shape, section = {name: value for name, value in SHAPE.items() if name != "flavor"}, {"top_k": 7}
-            wide = shape | {"hidden_size": 320, "num_hidden_layers": 6}
-            PRESETS["wide"] = PRESETS["debug"].model_copy(update=wide)
-            section |= {"load_path": "teacher", "flavor": "wide"} if self.teacher == "own" else {}
-            section |= {"temperature": 2.0, "sft_weight": 0.5} if self.teacher == "twice" else {}
-            model, adapted = (
-                model | {"num_nextn_predict_layers": 0}, adapted | {"finetune": {"distillation": section}}
-            )  # fmt: skip
         return RunConfig.model_validate(adapted | {
             "model": model,
             "parallelism": parallelism,
@@ -219,8 +205,6 @@ CASES = {
     ),
     "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
     "hsdp": Case(4, replicate=2, micro_batches=3),
-    "deferred": Case(4, micro_batches=3, dtype=BF16, deferred=True),
-    "hsdp-tp-ep-deferred": Case(8, replicate=2, tensor=2, experts_over=2, micro_batches=2, deferred=True),
     "hsdp-bf16": Case(4, replicate=2, micro_batches=3, dtype=BF16, reduce=BF16),
     "replicas": Case(4, replicate=4),
     "hsdp-ep-full": Case(8, replicate=2, experts_over=2, checkpointing="full", dtype=BF16),
@@ -308,12 +292,6 @@ CASES = {
     "dpo-tp-whole-experts-full": Case(6, pairs="sigmoid", tensor=2, experts_over=6, checkpointing="full"),
     "dpo-pp-ep": Case(8, pairs="sigmoid", pipeline=2, experts_over=2, micro_batches=4, dtype=BF16),
     "dpo-cp-ep-lora": Case(8, pairs="sigmoid", adapter=LORA, context=2, experts_over=2, micro_batches=2),
-    "distil-tp-ep": Case(4, teacher="start", tensor=2, experts_over=2, micro_batches=2),
-    "distil-tp-twice": Case(4, teacher="twice", tensor=2, micro_batches=2),
-    "distil-own-cp": Case(4, teacher="own", context=2, micro_batches=2, dtype=BF16),
-    "distil-own-tp-full": Case(4, teacher="own", tensor=2, checkpointing="full", micro_batches=2),
-    "distil-own-pp-lora": Case(4, teacher="own", adapter=LORA, pipeline=2, micro_batches=2, dtype=BF16),
-    "distil-lora-cp": Case(4, teacher="start", adapter=LORA, context=2, experts_over=2, micro_batches=2),
     "orpo-cp": Case(4, pairs="orpo", context=2, micro_batches=2, dtype=BF16),
     "kto-tp-ep": Case(4, pairs="kto", tensor=2, experts_over=2, micro_batches=2),
     "kto-pp-lora": Case(4, pairs="kto", adapter=LORA, pipeline=2, micro_batches=2, dtype=BF16),
@@ -563,14 +541,6 @@ def with_pairs(job: Job) -> tuple[Job, PreferenceTuning]:
     return job._replace(networks=learner.networks, objectives=learner.objectives), learner
 
 
-def with_teacher(job: Job) -> tuple[Job, Distillation]:
-    """The same network as a student beside its teacher."""
-    learner = Distillation.__new__(Distillation)
-    vars(learner).update(plan=job.plan, cluster=job.cluster, network=job.network, networks=dict(job.networks))
-    learner._learn_from_teacher()
-    return job._replace(networks=learner.networks, objectives=learner.objectives), learner
-
-
 def spread_evenly(router: Router, choice_TE: Tensor) -> Tensor:
     """`Router.select` in place of the router's choice."""
     chosen = torch.arange(choice_TE.shape[0] * router.shape.num_experts_per_tok, device=choice_TE.device)
@@ -588,9 +558,6 @@ def measure(name: str) -> dict:
     if case.pairs:
         job, learner = with_pairs(job)
         batches, complete = [split_pairs(batch, 0) for batch in batches], learner.complete
-    if case.teacher:
-        job, learner = with_teacher(job)
-        complete = learner.complete
     norm = Magnitudes._norm  # of the rows that the other ranks have, it would be zero
     nonzero_norms = mock.patch.object(Magnitudes, "_norm", lambda *tensors: norm(*tensors).clamp_min_(1.0))
     totals, network = count_step(job, batches), job.network
@@ -660,7 +627,7 @@ def build_full_scale(name: str) -> dict[str, Any]:
         "states": _sizes(local_tensor(state) for key, state in states.items() if not key.endswith(".step")),
         "exchanged": [
             len(exchanges),
-            sum(map(max, exchanges)) * getattr(torch, plan.config.optimizer.ns_dtype).itemsize,
+            sum(map(max, exchanges)) * getattr(torch, plan.config.training.mixed_precision_param).itemsize,
         ],
         "seconds": time.process_time() - started,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

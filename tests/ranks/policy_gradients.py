@@ -48,10 +48,10 @@ from tests.ranks.sharded_layouts import (
 from tests.unit.tasks.rl.samples import LAYOUT, prepared
 
 ALGORITHMS = {
-    # Samples that lie on several ranks of context parallelism have one ratio; weights have a mean over the step.
+    # Samples that lie on several ranks of context parallelism have one ratio.
     "gspo": {
         "algorithm": "gspo", "clip": {"low": 0.03, "high": 0.03}, "kl": {"weight": 0.1}, "entropy_weight": 0.01,
-        "correction": {"level": "sequence", "normalize": True, "reject_level": "token", "reject_high": 1.3},
+        "correction": {"level": "sequence", "reject_level": "token", "reject_high": 1.3},
     },
     "grpo_r3": {
         "algorithm": "grpo", "reduction": "token_mean", "clip": {"low": 0.1, "high": 0.1}, "routing_replay": True,
@@ -59,9 +59,9 @@ ALGORITHMS = {
     # Its old policy is that of the step, whose weights are sums over samples on several ranks, too.
     "on_policy": {
         "algorithm": "gspo",
-        "correction": {"level": "geometric", "high": 1.05, "reject_level": "sequence", "veto": 0.6},
+        "correction": {"level": "geometric", "high": 1.05, "reject_level": "sequence"},
     },
-    "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "kl": {"weight": 0.1, "where": "reward"}},
+    "ppo": {"algorithm": "ppo", "kl": {"weight": 0.1, "where": "reward"}},
 }  # fmt: skip
 _LAYOUTS = {
     2: [
@@ -184,10 +184,10 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
         totals = from_tensors(counts, own)
         for of, objective in objectives.items():
             network = networks[of]
-            outputs = compute_gradients(network, objective, batches, totals, totals.of[of], 0)
+            outputs = compute_gradients(network, objective, batches, totals, totals.objective_counts[of], 0)
             sums = sum_over_all_ranks(_local_sums(network, objective, outputs, batches))
             gradients = {key: held(p.grad) for key, p in network.parameters.items()}
-            found[f"{name}/{of}"] = objective.metrics(sums, totals.of[of], 0), gradients
+            found[f"{name}/{of}"] = objective.metrics(sums, totals.objective_counts[of], 0), gradients
     return found
 
 

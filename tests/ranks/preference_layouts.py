@@ -11,10 +11,8 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -32,14 +30,15 @@ from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.adapter import AdapterConfig
 from glm46.config.finetune import PreferenceConfig
 from glm46.config.run_config import RunConfig
-from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import build_network
+from glm46.engine.training.resume import read_weights
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.halves import HALF, split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
 from glm46.tasks.rl.engines import last_values
+from glm46.tasks.weights.weight_folders import ModelFiles
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     ROWS,
@@ -263,7 +262,7 @@ def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | No
     cluster = build_cluster(plan, process)
     policy = build_network(plan, cluster, head=plan.config.head)
     if base is not None:
-        load_weights(policy, base)
+        read_weights(policy, ModelFiles(policy, base))
     policy.loaded(new_adapters=True)
     move(policy.parameters, bool(layout.adapter))
     policy.loaded(new_adapters=False)
@@ -300,44 +299,28 @@ def compare(name: str, found: tuple, reference: tuple) -> dict:
     }
 
 
-def run_against_one(
-    known: Mapping[str, tuple[Any, Layout]],
-    world_size: int,
-    names: Sequence[str],
-    config_of: Callable[[Any, Layout], RunConfig],
-    run_reference: Callable,
-    run_layout: Callable,
-) -> None:
-    """Print the differences of the named cases, or of all, between the ranks and one process, which is this one.
-
-    Args:
-        known: by name, what is learnt and the layout.
-        config_of, run_reference, run_layout: as those of this file.
-    """
+def main(world_size: int, *names: str) -> None:
+    """Compare the named cases of this world size, or all, with one process, which is this one."""
     torch.set_num_threads(1)
-    cases = {name: known[name] for name in names or known}
-    one_each = {(str(learnt), layout.reference): (learnt, layout) for learnt, layout in cases.values()}
+    cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
+    by_reference = {(loss_type, layout.reference): (loss_type, layout) for loss_type, layout in cases.values()}
     with tempfile.TemporaryDirectory() as folder:
-        folders = (Path(folder) / str(number) for number in range(len(one_each)))
-        bases = {key: base_of(place, case[1]) for (key, case), place in zip(one_each.items(), folders, strict=True)}
-        references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
+        folders = (Path(folder) / str(number) for number in range(len(by_reference)))
+        bases = {key: base_of(place, case[1]) for (key, case), place in zip(by_reference.items(), folders, strict=True)}
+        references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in by_reference.items()}
 
-        def work(some: list[str]) -> None:
+        def work(names_of_rank: list[str]) -> None:
             process = join(300)
-            for name, (learnt, layout) in ((name, cases[name]) for name in some):
-                key = str(learnt), layout.reference
+            for name in names_of_rank:
+                loss_type, layout = cases[name]
+                key = loss_type, layout.reference
                 with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                    row = compare(name, run_layout(process, learnt, layout, bases[key]), references[key])
+                    row = compare(name, run_layout(process, loss_type, layout, bases[key]), references[key])
                 if process.is_main:
                     print(json.dumps(row), flush=True)
             leave()
 
         run_cases(world_size, list(cases), work, len(cases))
-
-
-def main(world_size: int, *names: str) -> None:
-    """Compare the named cases of this world size, or all, with one process, which is this one."""
-    run_against_one(CASES[world_size], world_size, names, config_of, run_reference, run_layout)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,19 @@ from itertools import count
 import torch
 
 from glm46.engine.observe.profiler import REQUEST_FILE, Profiler
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from tests.processes import wait_until
 from tests.ranks.forked_ranks import in_halves, run_whole
 from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {
-    "fsdp": ({}, "none", [1]),
-    "pipeline": ({"pipeline_parallel_degree": 2}, "none", [0, 1]),
-    "experts": ({"expert_parallel_degree": 2}, "full", [0]),
-    "tensor": ({"tensor_parallel_degree": 2}, "selective", [0]),
-    "requested": ({}, "none", [1]),
+    "fsdp": ({}, "none"),
+    "pipeline": ({"pipeline_parallel_degree": 2}, "none"),
+    "experts": ({"expert_parallel_degree": 2}, "full"),
+    "tensor": ({"tensor_parallel_degree": 2}, "selective"),
+    "requested": ({}, "none"),
 }
-"""Degrees, activation checkpointing and profiled ranks."""
+"""Degrees and activation checkpointing."""
 
 
 def wait_for_request(is_requested: Callable[[Profiler], bool] = Profiler.is_requested) -> Callable[[Profiler], bool]:
@@ -38,21 +38,21 @@ def wait_for_request(is_requested: Callable[[Profiler], bool] = Profiler.is_requ
 
 
 def main() -> None:
-    """Two steps on each layout, the second one recorded; four where a file requests it, which the first rank sees."""
+    """Two steps on each layout, the second one recorded; six where a file requests it, which the first rank sees."""
     with folder_with_source() as (base, source):
 
         def run(label: str) -> None:
-            degrees, mode, ranks = LAYOUTS[label]
-            profiling = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
+            degrees, mode = LAYOUTS[label]
+            profiling = {"enable_profiling": True, "profile_freq": 2}
             if label == "requested":
-                profiling = {"profiler_warmup": 0}
+                profiling = {}
                 (base / label).mkdir()
                 (base / label / REQUEST_FILE).touch()
             config = small_config(
                 source, base / label, parallelism=degrees, checkpoint={"enable": False},
                 activation_checkpoint={"mode": mode}, model={"num_key_value_heads": 2},
-                training={"steps": 4 if label == "requested" else 2, "global_batch_size": 8},
-                profiling=profiling | {"ranks": ranks},
+                training={"steps": 6 if label == "requested" else 2, "global_batch_size": 8},
+                profiling=profiling,
             )  # fmt: skip
 
             def work(rank: int) -> int:
@@ -64,7 +64,7 @@ def main() -> None:
             log = base / f"log-{label}-"
             said = run_whole(2, log, work)
             files = sorted((base / label / "profile_traces").rglob("*.json"))
-            tables = [json.loads(file.read_text()) for file in files if file.name.endswith("modules.json")]
+            tables = [json.loads(file.read_text()) for file in files if file.name.endswith("flops.json")]
             names = [str(file.relative_to(base / label)) for file in files]
             print(json.dumps({"name": label, "said": said, "files": names, "tables": tables}), flush=True)
 

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
+from glm46.engine.observe import observers
 from glm46.engine.observe.hardware import HardwareMonitor
 from glm46.engine.observe.history import read_history
-from glm46.engine.training import step_metrics
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from tests.ranks.forked_ranks import in_halves, run_whole
 from tests.small_run import folder_with_source, small_config
 
@@ -39,7 +39,7 @@ def main() -> None:
 
             def work(rank: int) -> int:
                 torch.set_num_threads(1)
-                step_metrics.HardwareMonitor = partial(HardwareMonitor, sensor=lambda: SENSORS[rank])
+                observers.HardwareMonitor = partial(HardwareMonitor, sensor=lambda: SENSORS[rank])
                 return train(config)
 
             log = base / f"log-{label}-"

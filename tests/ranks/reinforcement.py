@@ -21,10 +21,11 @@ import torch
 
 from glm46.engine.training import loop
 from glm46.files import array_file
+from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint import save
 from glm46.storage.checkpoint.integrity import published_steps
-from glm46.tasks.rl import journal, task
-from glm46.tasks.rl.journal import FOLDER, rollout_steps
+from glm46.tasks.rl import journal
+from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.weights import whole_weights
@@ -40,7 +41,7 @@ RUNS = {
     "gspo 1": (1, _REPLAYED, {}), "gspo 2": (2, _REPLAYED, {}),
     "gspo tp": (2, _REPLAYED, {"tensor_parallel_degree": 2}), "live 1": (1, {"algorithm": "gspo"}, {}),
     "ppo 1": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
-    "ppo 2": (2, {"algorithm": "ppo", "kl": {"weight": 0.1}, "reference_offload": True}, {}),
+    "ppo 2": (2, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
     "ppo device": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}), "lora 1": (1, _ADAPTED, {}),
     "lora 2": (2, _ADAPTED, {"expert_parallel_degree": 2}),
 }  # fmt: skip
@@ -93,7 +94,7 @@ def work(rank: int, config, moment: str) -> int:
         array_file.replace_durably = journal.replace_durably  # writes the data
     elif moment == "save":
         save.publish = counted("publish", save.publish, 1)
-    return task.train(config)
+    return train(config)
 
 
 def rows(folder: Path) -> list[dict]:

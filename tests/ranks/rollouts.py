@@ -23,8 +23,8 @@ from glm46.compute.distributed.process import join, leave
 from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
 from glm46.config.generation_degrees import Degrees
 from glm46.engine.inference.model_mesh import build_model_mesh
-from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import Network, build_frozen_network, build_network
+from glm46.engine.training.resume import read_weights
 from glm46.run.layout import generation_layout
 from glm46.run.plan import resolve_plan
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -33,6 +33,7 @@ from glm46.tasks.rl.engines import routed_score, score
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights, write_policy
+from glm46.tasks.weights.weight_folders import ModelFiles
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import SHAPE, VOCABULARY, Layout, make_config
 
@@ -158,7 +159,7 @@ def fp8_fault(network: Network) -> str:
         return f"names {sorted(stored.keys() ^ sent.keys())}"
     config = network.plan.config.model_copy(update={"adapter": None})
     read = build_frozen_network(replace(network.plan, config=config), network.cluster)
-    load_weights(read, folder / "version")
+    read_weights(read, ModelFiles(read, folder / "version"))
     fault = ""
     for name, value in served_tensors(read, None):
         parts = {suffix: sent[name + suffix] for suffix in scheme.suffixes if name + suffix in sent}
@@ -182,7 +183,7 @@ def merged_error(network: Network) -> float:
         write_policy(network, TOKENIZER, folder / version, torch.float32)
     config = plan.config.model_copy(update={"adapter": None})
     read = build_frozen_network(replace(plan, config=config), network.cluster)
-    load_weights(read, folder / "version-2")
+    read_weights(read, ModelFiles(read, folder / "version-2"))
     pairs = zip(whole_weights(network, plan.shape), whole_weights(read, plan.shape), strict=True)
     error = max((one - other).abs().max().item() for (_, one), (_, other) in pairs)
     dist.barrier()

@@ -91,7 +91,12 @@ class Server:
         self._folder, self._started = folder, 0
         compiles = "torch._dynamo.backends.debugging", "torch._inductor.compile_fx"  # 2 s in each rank
         self._server = ForkServer(
-            folder, *compiles, "glm46.storage.prepare.pipeline", "glm46.tasks.pretrain.task", "tests.small_run"
+            folder,
+            *compiles,
+            "glm46.storage.prepare.pipeline",
+            "glm46.operate.launch.train_rank",
+            "glm46.tasks.pretrain.task",
+            "tests.small_run",
         )
         self.close = self._server.close
 

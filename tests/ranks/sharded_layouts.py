@@ -43,7 +43,6 @@ from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import Network, build_network
 from glm46.engine.training.step import global_grad_norm, scale_gradients, train_step
 from glm46.engine.training.totals import count_step
@@ -58,6 +57,7 @@ from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
 from glm46.tasks.pretrain.next_token import NextToken, count_targets, next_token_loss
+from glm46.tasks.weights.weight_folders import ModelFiles
 from tests.ranks.forked_ranks import run_cases
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
@@ -123,8 +123,6 @@ class Layout(NamedTuple):
 
     chunks: int | None = None
     """Parts in which tokens travel."""
-    deferred: bool = False
-    """Gradients are summed over ranks after the last micro-batch only."""
     latent: bool = False
     """The attention is that of GLM-4.7-Flash."""
 
@@ -173,7 +171,6 @@ class Layout(NamedTuple):
             *(["routes"] if self.routes else []),
             *([f"hosts_of_{self.of_host}"] if self.of_host else []),
             *([f"chunks{self.chunks}"] if self.chunks else []),
-            *(["deferred"] if self.deferred else []),
             *(["latent"] if self.latent else []),
         ])  # fmt: skip
 
@@ -214,7 +211,7 @@ _LAYOUTS = {
         Layout(tensor=2, checkpointing="full", routes=True), Layout(context=2, checkpointing="selective", routes=True),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, routes=True),
         Layout(experts_over=2, compiled=True, routes=True),
-        Layout(tensor=2, deferred=True, micro_batches=4), Layout(context=2, deferred=True, offload=True),
+        Layout(tensor=2, micro_batches=4),
         Layout(experts_over=2, of_host=1, checkpointing="full"), Layout(experts_over=2, of_host=2, compiled=True),
         Layout(experts_over=2, chunks=2, reshard="never"), Layout(experts_over=2, chunks=2, compiled=True),
         Layout(experts_over=2, of_host=2, chunks=2, checkpointing="full", offload=True),
@@ -263,8 +260,6 @@ _LAYOUTS = {
         Layout(replicate=2, experts_over=2, of_host=1, offload=True),
         Layout(tensor=2, experts_over=4, num_experts=12, of_host=2, chunks=2, checkpointing="full", compiled=True),
         Layout(pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, chunks=2),
-        Layout(replicate=2, tensor=2, experts_over=2, deferred=True),
-        Layout(replicate=2, experts_over=2, deferred=True, adapter="dora"),
         Layout(replicate=2, offload=True, adapter="lora", base="float8"),
         Layout(tensor=2, experts_over=2, checkpointing="selective", compiled=True, adapter="lora", base="int4"),
         Layout(pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="dora", base="nf4"),
@@ -507,8 +502,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
     token_objective(sums, token_weights).backward()
     size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
     by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
-    b_lr_ratio = config.adapter.b_lr_ratio if config.adapter else 1.0
-    optimizer = build_optimizers(list(parameters.items()), config.optimizer, None, b_lr_ratio, model.shape)
+    optimizer = build_optimizers(list(parameters.items()), config.optimizer, None, model.shape, torch.float32)
     figures, gradients = [], {}
     for step in range(layout.steps):
         batch = make_batch(step, config.data.document_mask)
@@ -581,7 +575,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
         model |= QUANTISED
     if layout.latent:
         model |= LATENT
-    adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0, "b_lr_ratio": 2.0}
+    adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0}
     adapter["base_dtype"] = layout.base or None
     return RunConfig.model_validate_json(
         json.dumps(
@@ -602,7 +596,6 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                     "lr": 1e-3,
                     # Above the rounding of gradients: AdamW divides by their size, and a tiny one is mostly rounding.
                     "eps": 1e-4,
-                    "ns_dtype": "float32",
                     "state_offload": "cpu" if layout.offload else "none",
                 }
                 | optimizer,
@@ -627,8 +620,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                     "fsdp_reshard_after_forward": layout.reshard,
                 }
                 | ({"expert_exchange": "two_level"} if layout.of_host else {})
-                | ({"expert_exchange_chunks": layout.chunks} if layout.chunks else {})
-                | ({"defer_gradient_sync": True} if layout.deferred else {}),
+                | ({"expert_exchange_chunks": layout.chunks} if layout.chunks else {}),
             }
         )
     )
@@ -715,7 +707,8 @@ def run_layout(process: Process, layout: Layout, base: Path | None) -> tuple:
     job.objectives["model"].fields = ("routes",) if layout.routes else ()
     parameters, frozen = job.network.parameters, job.network.frozen
     if layout.base:
-        load_weights(job.network, base)
+        files, weights = ModelFiles(job.network, base), job.network.weights()
+        files.read({name: weights[name] for name in files.names})  # adapters start below, after `initial` is taken
     frozen_parts = {name: held(p).part for name, p in frozen.items()}
     initial = converted(parameters | frozen)
     job.network.loaded(new_adapters=True)

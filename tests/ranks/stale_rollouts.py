@@ -24,8 +24,9 @@ from types import SimpleNamespace
 import torch
 
 from glm46.engine.training import loop
-from glm46.tasks.rl import task
-from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
+from glm46.operate.launch.train_rank import train
+from glm46.tasks.rl.journal import read_rollout
+from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout import background
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, read_ends
 from tests.processes import free_port
@@ -110,7 +111,7 @@ def work(rank: int, config, moment: str, seen: Path) -> int:
         loop.train_step = fatal(6, loop.train_step)
     elif moment == "rollout":  # it reads the third rollout from the journal, and waits for the fourth
         BackgroundGeneration.take = fatal(1, BackgroundGeneration.take)
-    return task.train(config)
+    return train(config)
 
 
 def main() -> None:
@@ -159,7 +160,7 @@ def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
         seen.write_text(json.dumps(numbers))
 
     background.append_durably = write_or_die
-    return task.train(config)
+    return train(config)
 
 
 def in_turn() -> None:

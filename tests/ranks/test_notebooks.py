@@ -28,7 +28,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = {"inside_a_router": 4, "lora_in_ten_minutes": 2, "plan_a_cluster": 3}
 PRINTED = {
     "inside_a_router": ["parameters"],
-    "lora_in_ten_minutes": ["short_answers, document", "checkpoint/step-000020", "adapted:"],
+    "lora_in_ten_minutes": ["chat format of GLM-4.5", "checkpoint/step-000020", "adapted:"],
     "plan_a_cluster": ["GLM-4.5-Air", "H200", "days", "smallest cluster that fits"],
 }
 LORA = {

@@ -27,8 +27,8 @@ def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     assert "rollout.urls" in first["error"] and second["error"] == ""
     # Started again with other options, it generates nothing more.
     assert "KL divergence" in first["came back"] and second["came back"] == ""
-    assert any("is left out" in line and "KL divergence" in line for line in first["lines"])
-    assert second["lines"] == [] and any("is left out" in line for line in first["lines"])
+    assert any("is excluded" in line and "KL divergence" in line for line in first["lines"])
+    assert second["lines"] == [] and any("is excluded" in line for line in first["lines"])
     # The server was started again between update and rollout: all ranks sent the weights in the middle of the rollout.
     assert first["stopped"] is None and second["stopped"] is None and not first["generates on"]
     assert "generates with version 2" in first["lines"][-2] and "a KL divergence of 0" in first["lines"][-1]

@@ -53,8 +53,8 @@ GRAPHS = {
     "ep2-compiled-hosts_of_2": (10, 11),
     "tp2-ep4-experts12-selective_ac-compiled-dora-hosts_of_2": (11, 10),
     "tp2-ep8-experts16-selective_ac-compiled-hosts_of_2": (12, 12),
-    "ep2-compiled-chunks2": (16, 16),
-    "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (21, 21),
+    "ep2-compiled-chunks2": (10, 16),
+    "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (11, 21),
     "ep2-full_ac-every2-compiled": (10, 11),
     "ep2-selective_ac-on_host-compiled": (11, 11),
     "cp2-ep2-selective_ac-every2-compiled": (15, 16),
@@ -70,7 +70,7 @@ BASIC = {
     2: ["fsdp", "hsdp2", "ep2", "cp2", "tp2", "tp2-ep2", "pp2-1F1B", "tp2-latent", "cp2-latent", "ep2-latent"],
 }
 """Layouts to find a fault in that larger ones show."""
-COMBINATIONS = 3975
+COMBINATIONS = 3828
 """What all layouts prove, by `combinations_of`: raise it with a new layout, and lower it with none."""
 
 
@@ -86,7 +86,7 @@ def combinations_of(ranks: int, layout: Layout) -> set[tuple]:
 
 
 def test_each_layout_proves_what_no_other_one_does():
-    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 7, 2: 69, 4: 39, 8: 15}  # names differ
+    assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 7, 2: 68, 4: 37, 8: 15}  # names differ
     proven = {
         (ranks, name): combinations_of(ranks, layout)
         for ranks, layouts in LAYOUTS.items()

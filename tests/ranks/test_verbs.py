@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from tests.small_run import small_config
 
 GENERATE = ["generate", "--prompt", "def", "--prompt", "class A", "--prompt", "def function", "--max-new-tokens", "20",
             "--temperature", "0.9", "--speculative"]  # fmt: skip
 EVALUATE = ["evaluate", "--tasks", "loss,position,needle,drafts", "--lengths", "50,64", "--depths", "0,1"]
 EVALUATE += ["--samples", "3"]
+TASK_FOLDER = Path(__file__).parents[1] / "lm_eval_tasks"
 LAYOUTS = {
     "data": (),
     "tensor, expert": ("--tensor-parallel-degree", "2", "--expert-parallel-degree", "2"),
@@ -49,7 +50,7 @@ def columns(folder: Path) -> dict[str, float]:
 def test_text_and_figures_do_not_depend_on_the_ranks(server, folders, tmp_path):
     step, exported = folders
     text = printed(*GENERATE, "--model", exported)
-    evaluate = [*EVALUATE, "--checkpoint", step, "--against", exported, "--output"]
+    evaluate = [*EVALUATE, "--checkpoint", step, "--output"]
     printed(*evaluate, str(tmp_path / "one"))
     wanted = columns(tmp_path / "one")
     for name, degrees in LAYOUTS.items():
@@ -58,8 +59,8 @@ def test_text_and_figures_do_not_depend_on_the_ranks(server, folders, tmp_path):
         said = server.text("verbs.verb", *GENERATE, "--model", exported, *degrees, ranks=2)
         assert " ".join(text.split()) in " ".join(said.split()), name  # a text may hold ends of lines of any kind
         beside.text()
-        # FP32 sums in another order; differences of two models by the size of what is subtracted, losses of about 9.
-        assert columns(output) == pytest.approx(wanted, rel=1e-5, abs=1e-6), name
+        # FP32 sums in another order.
+        assert columns(output) == pytest.approx(wanted, rel=1e-5), name
 
 
 def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
@@ -74,8 +75,8 @@ def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
 
 def test_answers_to_lm_eval_do_not_depend_on_the_ranks(server, folders, tmp_path):
     pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
-    tasks = ["evaluate", "--model", folders[1], "--limit", "6", "--tasks"]
-    tasks.append("glm46_next_line,glm46_documentation,glm46_rest_of_line")
+    tasks = ["evaluate", "--model", folders[1], "--limit", "6", "--task-folder", str(TASK_FOLDER)]
+    tasks += ["--tasks", "next_line,documentation,rest_of_line"]
     printed(*tasks, "--output", str(tmp_path / "one"))
     wanted = json.loads((tmp_path / "one" / "evaluation.json").read_text())["rows"]
     for name, degrees in FOUR_RANKS.items():

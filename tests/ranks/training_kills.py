@@ -26,10 +26,10 @@ import torch
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.engine.training import build, loop
+from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.tasks.pretrain.task import train
 from tests.processes import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 from tests.small_run import folder_with_source, small_config
@@ -202,7 +202,7 @@ def main(*given: str) -> None:
     chance, done = random.Random(arguments.seed), Counter()
     with folder_with_source() as (base, source):
         settings = {
-            "training": {"steps": arguments.steps}, "optimizer": {"name": "Muon", "lr": 1e-2, "ns_dtype": "float32"},
+            "training": {"steps": arguments.steps}, "optimizer": {"name": "Muon", "lr": 1e-2},
             "validation": {"enable": True, "freq": 25},
             "data": {"num_workers": 1},
         }  # fmt: skip

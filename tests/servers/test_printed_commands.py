@@ -5,7 +5,7 @@ from pathlib import Path
 
 from glm46.commands.rl_servers import rl_servers_command
 from glm46.config.loader import load_config
-from glm46.tasks.rl import task
+from glm46.operate.launch.train_rank import train
 from glm46.tasks.rl.rewards import function_pool
 from tests.processes import free_port
 from tests.servers.policy import MARKS
@@ -28,7 +28,7 @@ def test_the_printed_command_starts_what_the_run_accepts(tmp_path, monkeypatch, 
     saved = ["--training.steps", "1", "--checkpoint.interval", "1", "--checkpoint.last_save_in_hf", "true"]
     base, port = tmp_path / "base", free_port()
     path, words = small("rl_debug_labels.toml", base, *saved, "--rl.warm_up_rollouts", "1")
-    assert task.train(load_config(path, words, world_size=1)) == 0
+    assert train(load_config(path, words, world_size=1)) == 0
     served = ["--rollout.kind", "vllm", "--rollout.urls", json.dumps([f"http://127.0.0.1:{port}"])]
     start = ["--checkpoint.initial_load_path", str(base / "checkpoint" / "step-000001"), "--training.steps", "2"]
     rewards = ["--rl.rewards", '[{name = "format"}]']
@@ -43,7 +43,7 @@ def test_the_printed_command_starts_what_the_run_accepts(tmp_path, monkeypatch, 
     try:
         print(f"vLLM answers after {server.wait():.1f} s")
         monkeypatch.chdir(RECIPES.parent)
-        assert task.train(load_config(path, words, world_size=1)) == 0
+        assert train(load_config(path, words, world_size=1)) == 0
     finally:
         server.kill()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

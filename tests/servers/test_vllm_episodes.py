@@ -11,7 +11,7 @@ from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.storage.prepare.jail import NO_JAIL
+from glm46.storage.judge.jail import NO_JAIL
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import programs

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from glm46.tasks.rl import task
+from glm46.operate.launch.train_rank import train
 from glm46.tasks.rl.journal import read_rollout
 from glm46.tasks.rl.stepping import StepBuilder
 from tests.processes import free_port
@@ -43,7 +43,7 @@ def test_experts_that_the_server_chose_are_replayed_in_training(make_run, tmp_pa
     for is_replayed in (True, False):
         rl, name = {"routing_replay": is_replayed}, f"replayed {is_replayed}"
         config = make_run(name, 1, rl, served("--no-enable-prefix-caching"), model=MODEL)
-        assert task.train(config) == 0
+        assert train(config) == 0
         mismatch[is_replayed] = rows(config)[0]["mismatch_kl"]
         found = read_rollout(tmp_path / name / "rollouts", 0)
         assert not is_replayed or found.routes.shape == (len(found.tokens) - len(found), 1, 2)
@@ -54,12 +54,12 @@ def test_experts_that_the_server_chose_are_replayed_in_training(make_run, tmp_pa
 def test_adapters_of_a_policy_are_trained_on_what_they_drew(make_run, tmp_path):
     frozen = {"moe": {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}, "model": MODEL}
     checkpoint = {"interval": 1, "keep_latest_k": 2, "async_mode": "disabled"}
-    assert task.train(make_run("base", 1, **frozen)) == 0
+    assert train(make_run("base", 1, **frozen)) == 0
     start = {"initial_load_path": str(tmp_path / "base/checkpoint/step-000001"), "initial_load_model_only": True}
     targets = {"name": "lora", "rank": 4, "targets": ["attention", "dense", "shared_experts"]}
     adapted = frozen | {"adapter": targets, "checkpoint": checkpoint | start, "optimizer": {"lr": 0.05}}
     config = make_run("adapted", 3, None, served(*OPTIONS) | {"send_adapters": True}, **adapted)
-    assert task.train(config) == 0
+    assert train(config) == 0
     found = rows(config)
     print([row["mismatch_kl"] for row in found])
     assert len(found) == 3 and all(abs(row["mismatch_kl"]) < 1e-9 for row in found)
@@ -70,7 +70,7 @@ def test_adapters_of_a_policy_are_trained_on_what_they_drew(make_run, tmp_path):
 
 def test_policy_is_broadcast_to_a_server_that_the_run_starts(make_run):
     config = make_run("broadcast", 3, None, served() | {"weights": "broadcast"}, model=MODEL, optimizer={"lr": 0.05})
-    assert task.train(config) == 0
+    assert train(config) == 0
     found = rows(config)
     print([row["mismatch_kl"] for row in found])
     assert len(found) == 3 and all(abs(row["mismatch_kl"]) < 1e-9 for row in found)
@@ -85,7 +85,7 @@ def test_mismatch_in_bf16_stays_below_the_goal(make_run):
         model=MODEL | {"initializer_range": 0.1}, optimizer={"lr": 1e-3},
         training=training | {"mixed_precision_param": "bfloat16"},
     )  # fmt: skip
-    assert task.train(config) == 0
+    assert train(config) == 0
     found = [row["mismatch_kl"] for row in rows(config)]
     print(found)
     assert len(found) == 5 and 0 < sum(found) / 5 < 2e-4  # a step of 32 samples gave 3e-5 to 1.8e-4

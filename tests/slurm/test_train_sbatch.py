@@ -56,7 +56,6 @@ class Job:
     Args:
         words: overrides of the config.
         seen: the folder as the nodes see it, if at another place.
-        nodes: of the allocation of a job with spares; 0 for the script without.
         ranks: on each node.
         options: of sbatch.
         checks: begin with a preflight.
@@ -64,7 +63,7 @@ class Job:
 
     def __init__(
         self, cluster: SlurmCluster, folder: Path, config: RunConfig, *words: str,
-        seen: Path | None = None, nodes: int = 0, ranks: int = 1, options: tuple[str, ...] = (), checks: bool = False,
+        seen: Path | None = None, ranks: int = 1, options: tuple[str, ...] = (), checks: bool = False,
     ):  # fmt: skip
         self._cluster, self._folder = cluster, folder
         folder.mkdir(exist_ok=True)
@@ -73,10 +72,14 @@ class Job:
             "NGPU": str(ranks), "OMP_NUM_THREADS": "1", "GLM46_JOBS": str(folder / "jobs"),
             "PREFLIGHT": str(int(checks)),
         }  # fmt: skip
-        script = ["deploy/slurm/train.sbatch"]
-        if nodes:
-            script, variables["NODES"] = [f"--nodes={nodes}", "deploy/slurm/spares.sbatch"], "2"
-        command = ("sbatch", "--parsable", f"--output={folder}/%x-%j.log", *options, *script, *words)
+        command = (
+            "sbatch",
+            "--parsable",
+            f"--output={folder}/%x-%j.log",
+            *options,
+            "deploy/slurm/train.sbatch",
+            *words,
+        )
         self.number = cluster.call(*command, cwd=ROOT, **variables).strip()
 
     def state(self) -> dict[str, str]:
@@ -255,46 +258,6 @@ def test_a_job_without_its_first_node_goes_on_as_an_undisturbed_one(cluster, con
     assert bereft.resumes() and bereft.losses() == expected, bereft.output()
 
 
-def test_spares_of_an_allocation_replace_a_lost_and_a_cut_off_node(cluster, config, expected, tmp_path):
-    """Two of four nodes train. One is lost, and the one in its place is cut off from the network."""
-    job = Job(cluster, tmp_path / "job", config, nodes=4)
-
-    def wait_for_resume(after: int) -> float:
-        return job.wait(lambda: len(job.resumes()) > after)
-
-    job.wait_for_step(30)
-    cluster.kill_node("n2")
-    report("from the loss to the resume on a spare", wait_for_resume(0))
-    job.wait_for_step(70)
-    before = len(job.resumes())
-    assert ranks(cluster, "n3"), job.output()
-    cluster.set_link("n3", "down")
-    report("from the cut to the resume on a spare", wait_for_resume(before))
-    report("until the ranks of the node that was cut off have ended", job.wait(lambda: not ranks(cluster, "n3")))
-    cluster.set_link("n3", "up")
-    job.wait_for_completion(restarts=0)
-    assert job.losses() == expected
-    assert "without n2 from now on, 1 spare host in place" in job.output()
-    # Slurm may end the connection to n3 before n1 has missed its answer.
-    n3_left = r"without n3 from now on, 1 spare host in place|n3 changes its place with a spare host"
-    assert re.search(n3_left, job.output()), job.output()
-
-
-def test_a_job_without_spares_left_is_requeued_without_its_lost_nodes(cluster, config, expected, tmp_path):
-    """It goes on on other nodes while these are still lost."""
-    job = Job(cluster, tmp_path / "job", config, nodes=3)
-    job.wait_for_step(30)
-    cluster.kill_node("n2")
-    cluster.kill_node("n3")
-    report("from the loss of two nodes to the requeue", job.wait(lambda: job.state()["Restarts"] == "1"))
-    job.wait(lambda: job.state()["ExcNodeList"] in ("n[2-3]", "n2,n3", "n3,n2"))
-    report("from the requeue to the start", job.wait(lambda: job.state()["JobState"] == "RUNNING"))
-    assert job.state()["NodeList"] == "n[1,4-5]"
-    job.wait_for_completion(restarts=1)
-    assert "without n2 n3 from now on, 1 spare host in place" in job.output() or "and no spare" in job.output()
-    assert job.resumes() and job.losses() == expected, job.output()
-
-
 def test_setup_cluster_asks_the_nodes_of_an_allocation_and_its_job_script_trains(cluster, config, expected, tmp_path):
     words = ["scripts/setup_cluster.sh", "--type", "slurm", "--nodes", "2", "--gpus-per-node", "1"]
     words += ["--master-addr", "n2", "--nvme-path", f"{tmp_path}/nvme", "--output", f"{tmp_path}/cluster"]
@@ -303,8 +266,8 @@ def test_setup_cluster_asks_the_nodes_of_an_allocation_and_its_job_script_trains
     options = ("--wait", "--nodes=3", "--exclusive", f"--output={tmp_path}/setup.log")
     cluster.call("sbatch", *options, "--wrap", shlex.join(words), seconds=240, cwd=ROOT, **variables)
     said = (tmp_path / "setup.log").read_text()
-    assert (tmp_path / "nvme").is_dir() and all(f"\n{host}: glm46" in f"\n{said}" for host in ("n1", "n2", "n3")), said
-    assert (tmp_path / "cluster/hostfile").read_text() == "n2 slots=1\nn1 slots=1\nn3 slots=1\n"
+    assert (tmp_path / "nvme").is_dir() and all(f"\n{host}: glm46" in f"\n{said}" for host in ("n1", "n2")), said
+    assert (tmp_path / "cluster/hostfile").read_text() == "n2 slots=1\nn1 slots=1\n"
 
     options = ("--wait", f"--output={tmp_path}/job.log")
     cluster.call("sbatch", *options, f"{tmp_path}/cluster/submit_job.slurm", seconds=240, cwd=ROOT, **variables)
@@ -358,7 +321,7 @@ def test_a_job_whose_storage_is_lost_is_requeued_and_waits_for_it(cluster, stora
 
 
 def test_a_job_whose_storage_hangs_trains_on(cluster, storage, config, expected):
-    """Longer than comm.hang_seconds: rows, heartbeat and checkpoints wait in threads, and no rank is ended."""
+    """Longer than comm.hang_seconds: rows and checkpoints wait in threads, and no rank is ended."""
     job = begin_on(cluster, storage, config)
 
     def step() -> int:

@@ -37,7 +37,7 @@ def seeded() -> None:
 def warm_python(tmp_path_factory) -> Iterator[str]:
     """Path of a Python whose programs start with torch and glm46 imported."""
     modules = (
-        "glm46.operate.launch.host_group",
+        "glm46.operate.launch.ssh_hosts",
         "glm46.storage.checkpoint.gathering",
         "glm46.storage.checkpoint.manager",
     )

@@ -1,8 +1,7 @@
-"""Numbers of all ranks, combined on the host in rounds whose count grows with the logarithm of the ranks.
+"""Combine numbers of all ranks on the host, in a number of rounds that grows with the logarithm of the ranks.
 
-gloo's all-reduce is a ring: each of its 2 (N - 1) messages waits for the one before it. That is right for large
-tensors. A few numbers before each step of thousands of ranks would take longer than the optimizer that should hide
-them.
+gloo's all-reduce is a ring: each of its 2 (N - 1) messages waits for the previous one. That is right for large tensors.
+For a few numbers before each step of thousands of ranks, it would take longer than the optimizer that should hide it.
 """
 
 from collections.abc import Callable
@@ -14,36 +13,36 @@ from torch import Tensor
 from glm46.run.tree import neighbours
 
 awaited: list[int] = []
-"""The rank whose message this one waits for, if any: gloo's flight recorder does not hold sends and receives."""
+"""Rank whose message this one waits for, if any: gloo's flight recorder does not record sends and receives."""
 
 
-def combine_on_host(own: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
+def combine_on_host(local: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
     """Combine the tensors of all ranks; the result is equal on all ranks bit for bit. Collective.
 
     Args:
-        own: on the CPU, of equal shape and dtype on all ranks.
-        combine: of the tensors of lower ranks and of higher ones.
+        local: this rank's tensor, on the CPU, of equal shape and dtype on all ranks.
+        combine: function of the results of lower and of higher ranks.
 
     Raises:
         RuntimeError: a rank has ended, or does not answer within the timeout of the group of all ranks.
     """
     parent, children = neighbours(dist.get_rank(), dist.get_world_size())
-    # Posted first: gloo sends at once what the other side already waits for.
-    of_children = [torch.empty_like(own) for _ in children]
-    arriving = [dist.irecv(part, child) for child, part in zip(children, of_children, strict=True)]
-    of_all = torch.empty_like(own)
-    answer = None if parent is None else dist.irecv(of_all, parent)
-    total = own
-    for child, part, work in zip(children, of_children, arriving, strict=True):
+    # Post receives first: gloo sends immediately if the receiver is already waiting.
+    child_parts = [torch.empty_like(local) for _ in children]
+    receives = [dist.irecv(part, child) for child, part in zip(children, child_parts, strict=True)]
+    combined = torch.empty_like(local)
+    receive_combined = None if parent is None else dist.irecv(combined, parent)
+    total = local
+    for child, part, work in zip(children, child_parts, receives, strict=True):
         _wait(work, child)
         total = combine(total, part)
-    sent = []
+    sends = []
     if parent is not None:
-        sent.append((parent, dist.isend(total, parent)))
-        _wait(answer, parent)
-        total = of_all
-    sent += [(child, dist.isend(total, child)) for child in reversed(children)]
-    for peer, work in sent:
+        sends.append((parent, dist.isend(total, parent)))
+        _wait(receive_combined, parent)
+        total = combined
+    sends += [(child, dist.isend(total, child)) for child in reversed(children)]
+    for peer, work in sends:
         _wait(work, peer)
     return total
 

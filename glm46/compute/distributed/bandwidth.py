@@ -1,4 +1,4 @@
-"""Bandwidth of collectives: time on the device, nccl-tests' formula, and a probe of the groups of a running job."""
+"""Bandwidth of collectives: device time, the formula of nccl-tests, and a probe of the groups of a running job."""
 
 import time
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from glm46.compute.distributed.mesh import Cluster
 from glm46.run.sizes import PROBE_BYTES
 
 _ROUNDS = 4
-"""The first one connects the ranks and lets them begin together; it does not count."""
+"""Measured rounds. The first one connects and synchronises the ranks; it does not count."""
 _PARTS_SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
 def bus_bandwidth(collective: str, size: int, seconds: float, ranks: int) -> float:
-    """GB/s (10^9 bytes) through the slowest link, comparable between numbers of ranks. Source: nccl-tests.
+    """Compute GB/s (10^9 bytes) through the slowest link, comparable between numbers of ranks. Source: nccl-tests.
 
     Args:
         size: bytes of the whole tensor.
@@ -25,7 +25,7 @@ def bus_bandwidth(collective: str, size: int, seconds: float, ranks: int) -> flo
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Time of work: on a GPU by events on its stream, on a CPU by the clock. Waits for its end."""
+    """Measure the seconds of work: on a GPU with events on its stream, on a CPU with the clock. Waits for its end."""
     if device.type != "cuda":
         began = time.perf_counter()
         work()
@@ -34,40 +34,42 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     begin.record()
     work()
     end.record()
-    end.synchronize()  # sync: what is timed has ended
+    end.synchronize()  # sync: waits until the measured work has ended
     return begin.elapsed_time(end) / 1e3
 
 
 class BandwidthProbe:
     """Times an all-reduce in the groups of each axis of the mesh. All groups of an axis send at once, as in a step.
 
-    It uses the groups of training: others would take memory of the GPU, and measure what nobody uses. A group is named
+    It uses the groups of training: new groups would take GPU memory and differ from the groups in use. A group is named
     after its axis, with ``@node`` if all ranks of this rank's group are on one node, else ``@nodes``.
 
     Args:
         interval: steps between two measurements; 0: never.
-        ranks_per_node: ranks are numbered node by node.
+        ranks_per_node: number of ranks of each node; ranks are numbered node by node.
     """
 
     def __init__(self, cluster: Cluster, interval: int, ranks_per_node: int):
-        self._device, self._groups = cluster.device, {}
+        self._device = cluster.device
+        self._groups = {}
         for axis, group in cluster.meshes.groups().items() if interval else ():
             ranks = dist.get_process_group_ranks(group)
             reach = "node" if len({rank // ranks_per_node for rank in ranks}) == 1 else "nodes"
             if len(ranks) > 1:
                 self._groups[f"{axis}@{reach}"] = group
         self._interval = interval if self._groups else 0
-        # Made now: a run without room for it must not end in the middle.
+        # Allocated now: a run without memory for it must fail at the start, not in the middle.
         size = PROBE_BYTES["cpu" if self._device.type == "cpu" else "gpu"]
         self._tensor = torch.zeros(size // 4 if self._interval else 0, device=self._device)
 
     def is_due(self, step: int) -> bool:
-        """True if to measure after this step; equal on all ranks."""
+        """Return whether to measure after this step; equal on all ranks."""
         return bool(self._interval) and step % self._interval == 0
 
     def measure(self) -> dict[str, float]:
-        """Columns of metrics.jsonl: the quickest round, and in it the slowest rank. Collective."""
-        began, size = time.perf_counter(), self._tensor.nbytes
+        """Measure the columns of metrics.jsonl: the slowest rank of the fastest round. Collective."""
+        began = time.perf_counter()
+        size = self._tensor.nbytes
         calls = [partial(dist.all_reduce, self._tensor, group=group) for group in self._groups.values()]
         times = [[seconds_of(call, self._device) for _ in range(_ROUNDS)] for call in calls]
         slowest = torch.tensor(times, dtype=torch.float64)

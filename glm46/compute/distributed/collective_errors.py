@@ -1,4 +1,4 @@
-"""A UserError on one rank is raised on all ranks; otherwise the other ranks would wait for the failed one forever."""
+"""Raise the UserError of one rank on all ranks; otherwise the other ranks would wait for the failed one forever."""
 
 import re
 from collections.abc import Callable
@@ -27,24 +27,24 @@ def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
 
 
 def read_on_first_rank(read: Callable[[], _Result]) -> _Result:
-    """The result of `read` on rank 0, which alone calls it, on all ranks. Collective.
+    """Call `read` on rank 0 only and return its result on all ranks. Collective.
 
     Raises:
         UserError: on all ranks, if `read` raised one.
     """
-    found: list[Any] = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
-    if dist.get_world_size() > 1:  # else it would only copy the result, by pickle
-        dist.broadcast_object_list(found)
-    return found[0]
+    box: list[Any] = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
+    if dist.get_world_size() > 1:  # one rank: a broadcast would only copy the result, by pickle
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 def on_first_rank(*faults: str) -> tuple[str, ...]:
-    """The faults on rank 0, which prints them for all ranks; nothing on the others."""
+    """Return the faults on rank 0, which prints them for all ranks; no faults on the others."""
     return faults if dist.get_rank() == 0 else ()
 
 
 def catch_user_error(work: Callable[[], Any]) -> tuple[Any, UserError | None]:
-    """The result of `work`, or the UserError that it raised. Other exceptions propagate. Not collective."""
+    """Return the result of `work`, or the UserError that it raised. Other exceptions propagate. Not collective."""
     try:
         return work(), None
     except UserError as error:
@@ -56,13 +56,13 @@ def raise_on_all_ranks(error: UserError | None) -> NoReturn:
 
     Raises:
         UserError: always; on rank 0 with the faults of all ranks, on the others without faults. UnreadableError if all
-            of them are.
+            errors are.
     """
-    found: list[tuple[tuple[str, ...], bool] | None] = [None] * dist.get_world_size()
+    gathered: list[tuple[tuple[str, ...], bool] | None] = [None] * dist.get_world_size()
     is_unreadable = isinstance(error, UnreadableError)
     # A worker process of the loader puts a traceback before the fault.
-    own = None if error is None else (tuple(_MARK.split(of)[-1].strip() for of in error.faults), is_unreadable)
-    dist.all_gather_object(found, own)
-    errors = [each for each in found if each is not None]
+    local = None if error is None else (tuple(_MARK.split(text)[-1].strip() for text in error.faults), is_unreadable)
+    dist.all_gather_object(gathered, local)
+    errors = [state for state in gathered if state is not None]
     faults = dict.fromkeys(fault for faults, _ in errors for fault in faults)
-    raise (UnreadableError if all(each for _, each in errors) else UserError)(*on_first_rank(*faults))
+    raise (UnreadableError if all(unreadable for _, unreadable in errors) else UserError)(*on_first_rank(*faults))

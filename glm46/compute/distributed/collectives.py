@@ -21,12 +21,13 @@ class _StartExchange(torch.autograd.Function):
         if exchange.is_left_out:
             return rows.new_empty(sum(exchange.receive), *rows.shape[1:])
         sizes = exchange.receive, exchange.send, exchange.group
-        arriving, exchange.work = compat.start_exchange(rows.contiguous(), *sizes, is_kept=exchange.part == "rows")
-        return arriving
+        received, exchange.work = compat.start_exchange(rows.contiguous(), *sizes, is_kept=exchange.part == "rows")
+        return received
 
     @staticmethod
     def backward(ctx, _: Tensor):
-        grad, ctx.exchange.returning = ctx.exchange.returning, None
+        grad = ctx.exchange.returning
+        ctx.exchange.returning = None
         return compat.wait_for_exchange(*grad), None
 
 
@@ -36,7 +37,9 @@ class _FinishExchange(torch.autograd.Function):
         ctx.exchange = exchange
         if exchange.is_left_out:
             return in_flight.view_as(in_flight)
-        work, exchange.work = exchange.work, None  # it holds the rows that were sent, and this exchange lives longer
+        # Drop the reference: the work holds the sent rows, and this exchange lives longer.
+        work = exchange.work
+        exchange.work = None
         with waiting_for_ranks():
             return compat.wait_for_exchange(in_flight, work)
 
@@ -48,7 +51,7 @@ class _FinishExchange(torch.autograd.Function):
 
 
 class Exchange:
-    """An asynchronous all-to-all of rows: consecutive rows go to each rank, and arrive in rank order. It is used once.
+    """An asynchronous all-to-all of rows: consecutive rows go to each rank, and arrive in rank order. Used once.
 
     Other work can run between `start` and `finish`. In backward, the gradient is sent at the position of `finish` and
     awaited at the position of `start`.
@@ -56,14 +59,17 @@ class Exchange:
     Args:
         send: rows for each rank of the group.
         receive: rows from each rank of the group.
-        part: "rows", which selective checkpointing keeps, or "first hop" or "back", which it need not: a recomputation
-            may leave them out (`recomputation`).
+        part: "rows", kept by selective checkpointing, or "first hop" or "back", which need not be kept: a
+            recomputation may skip them (`recomputation`).
     """
 
     def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup, part: Part = "rows"):
-        self.send, self.receive, self.group, self.part = send, receive, group, part
+        self.send = send
+        self.receive = receive
+        self.group = group
+        self.part = part
         self.is_left_out = leaves_out(part)
-        """The rows that `finish` returns have any value."""
+        """Whether the exchange is skipped; the rows that `finish` returns are then undefined."""
         self.work: dist.Work | None = None
         self.returning: compat.Arriving | None = None
         """In backward, the gradient of `rows` in transit."""
@@ -79,7 +85,7 @@ class Exchange:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective whose backward is another one; both are functions of a tensor."""
+    """A collective whose backward is another collective; both are functions of a tensor."""
 
     @staticmethod
     def forward(ctx, x: Tensor, forward: _Collective, backward: _Collective) -> Tensor:
@@ -99,7 +105,7 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.P
 
 
 def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """A blocking all-to-all of rows, as `Exchange` sends them, that activation checkpointing does not keep. Collective.
+    """Exchange rows like `Exchange`, but blocking, and not kept by activation checkpointing. Collective.
 
     Args:
         rows: [sum(send), ...].
@@ -136,9 +142,9 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = whole.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
-    out = parts.new_empty(whole.shape[0], *parts.shape[1:])
+def _scatter(sequence: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = sequence.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    out = parts.new_empty(sequence.shape[0], *parts.shape[1:])
     with waiting_for_ranks():
         compat.scatter_row_sums(out, parts, group)
     return out
@@ -159,8 +165,8 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank's gradient is whole
-    already, and backward takes this rank's part of it. Collective."""
+    """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank already has the
+    full gradient, and backward takes this rank's part of it. Collective."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     return _Differentiable.apply(x, partial(_gather, group=group), lambda grad: grad.chunk(ranks, dim=1)[rank])
 

@@ -10,16 +10,16 @@ from glm46 import compat
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of these ranks, with the timeout of the group of all ranks. Collective over all ranks."""
+    """Create the group of these ranks, with the timeout of the group of all ranks. Collective over all ranks."""
     assert dist.group.WORLD is not None
     group: Any = dist.new_group(list(ranks), timeout=compat.group_timeout(dist.group.WORLD))
     return group
 
 
 def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
-    """This rank's group of a division of all ranks into groups of one size. Collective over all ranks.
+    """Divide all ranks into groups of equal size and return this rank's group. Collective over all ranks.
 
-    A part that is all ranks is the group of all ranks. NCCL splits the parts off its communicator, all at once.
+    A single part is the group of all ranks. NCCL splits all parts off its communicator in one call.
 
     Args:
         parts: integers [groups, size].
@@ -27,11 +27,12 @@ def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     if len(parts) == 1:
         return dist.group.WORLD
-    timeout, me = compat.group_timeout(dist.group.WORLD), dist.get_rank()
+    timeout = compat.group_timeout(dist.group.WORLD)
+    rank = dist.get_rank()
     if dist.group.WORLD.bound_device_id is None:
         groups: list[Any] = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
-        return groups[int((parts == me).any(1).nonzero())]
-    mine: Any = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
+        return groups[int((parts == rank).any(1).nonzero())]
+    group: Any = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
     if timeout is not None:
-        compat.set_group_timeout(timeout, mine)  # torch 2.11 gives the timeout to NCCL's half of the group only
-    return mine
+        compat.set_group_timeout(timeout, group)  # torch 2.11 sets the timeout only for the NCCL backend of the group
+    return group

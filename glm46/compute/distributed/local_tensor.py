@@ -10,32 +10,32 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from glm46 import compat
 
 _Value = TypeVar("_Value")
-"""A tensor, or what copies those that it holds."""
+"""A tensor, or an object with `to` and `pin_memory` that copies its tensors."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or a plain tensor itself; detached, shares its memory."""
+    """Return this rank's part of a DTensor, or a plain tensor; detached, with shared memory."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return getattr(local, "_tensor", local)  # torchao wraps weights that FSDP2 gathers in FP8
 
 
 def copy_to_device(value: _Value, device: torch.device) -> _Value:
-    """Copy from the CPU; the host does not wait for a GPU, as a copy from pageable memory does."""
-    # A tensor whose elements share memory, as those of `expand` do, cannot be pinned.
-    whole: Any = value.contiguous() if device.type == "cuda" and isinstance(value, Tensor) else value
+    """Copy from the CPU without waiting for the GPU, unlike a copy from pageable memory."""
+    # A tensor whose elements share memory, for example after `expand`, cannot be pinned.
+    source: Any = value.contiguous() if device.type == "cuda" and isinstance(value, Tensor) else value
     if device.type != "cuda":
-        return whole.to(device, non_blocking=True)
-    return whole.pin_memory().to(device, non_blocking=True)
+        return source.to(device, non_blocking=True)
+    return source.pin_memory().to(device, non_blocking=True)
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """For each dimension, the global indices of the local part, in local order; int64 on the CPU.
+    """Return the global indices of the local part for each dimension, in local order; int64 on the CPU.
 
     For a plain tensor these are all indices. Placements apply from the outermost mesh axis inwards, in torch's uneven
-    chunks: the last ones are shorter, or empty.
+    chunks: the last chunks are shorter, or empty.
 
     Args:
-        coordinate: of a rank in the tensor's mesh; default: of this rank.
+        coordinate: coordinate of a rank in the tensor's mesh; default: this rank.
 
     Raises:
         TypeError: a placement is neither a shard nor a replica.
@@ -46,7 +46,8 @@ def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> l
     coordinate = tensor.device_mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None, "this rank is outside of the mesh"
     for axis, placement in enumerate(tensor.placements):
-        ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
+        ranks = tensor.device_mesh.size(axis)
+        rank = coordinate[axis]
         if isinstance(placement, compat.StridedShard):
             # Each rank of this axis holds a chunk of every piece of the other sharding.
             pieces = [_chunk(piece, ranks, rank) for piece in indices[placement.dim].chunk(int(placement.split_factor))]

@@ -16,10 +16,10 @@ from glm46.run.plan import Plan
 
 @dataclass(frozen=True)
 class Meshes:
-    """Meshes over the same ranks, by purpose."""
+    """Meshes over the same ranks, one for each purpose."""
 
     dense: DeviceMesh
-    """Shards all parameters but experts: [shard], or [dp_replicate, shard] with replicas. Context-parallel ranks are
+    """Shards all parameters except experts: [shard], or [dp_replicate, shard] with replicas. Context-parallel ranks are
     among the shards: they process other tokens, like data-parallel ranks."""
     expert_shard: DeviceMesh
     """Shards the experts of one rank: [efsdp], or [dp_replicate, efsdp] with replicas. Tensor-parallel ranks are among
@@ -27,26 +27,26 @@ class Meshes:
     expert: DeviceMesh | None
     """Distributes whole experts: [ep]; None if every rank has all experts."""
     expert_hosts: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None
-    """Of the ranks of `expert`, those with the same number on their hosts, None for one host, and those of this host;
-    None if tokens travel among all of them at once."""
+    """Groups of a two-level exchange: the ranks of `expert` with the same local index on all hosts (None for one host),
+    and the ranks of `expert` on this host. None if tokens are exchanged among all ranks of `expert` at once."""
     sequence: SequenceShard | None
     """This rank's part of every sequence; None without context parallelism."""
     tensor: DeviceMesh | None
     """Splits matrices: [tp]; None without tensor parallelism."""
     pipeline: dist.ProcessGroup | None
-    """The ranks that hold the other layers of the same shard; None without pipeline parallelism."""
+    """Ranks that hold the other layers of the same shard; None without pipeline parallelism."""
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """This rank's group of each axis, by its name; an axis that two meshes have once."""
+        """Return this rank's group of each axis by name; an axis of two meshes appears once."""
         meshes = [mesh for mesh in (self.dense, self.expert_shard, self.expert, self.tensor) if mesh is not None]
-        found = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names or ()}
-        of_others = {"cp": None if self.sequence is None else self.sequence.group, "pp": self.pipeline}
-        return found | {axis: group for axis, group in of_others.items() if group is not None}
+        mesh_groups = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names or ()}
+        other_groups = {"cp": None if self.sequence is None else self.sequence.group, "pp": self.pipeline}
+        return mesh_groups | {axis: group for axis, group in other_groups.items() if group is not None}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks that compute one job: this process, the layout and its meshes."""
+    """Ranks that compute one job: this process, the layout and its meshes."""
 
     process: Process
     layout: Layout
@@ -64,7 +64,7 @@ class Cluster:
 
 
 def build_cluster(plan: Plan, process: Process) -> Cluster:
-    """The cluster of this plan. Collective."""
+    """Build the cluster of this plan. Collective."""
     levels = None if plan.config.parallelism.expert_exchange == "deepep" else plan.expert_levels
     return Cluster(process, plan.layout, build_meshes(plan.layout, process.device.type, levels))
 
@@ -76,7 +76,7 @@ def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None =
     communicate once per step, shards in every layer. Tensor and expert parallelism are innermost, so that they stay
     within a node: they communicate several times per layer.
 
-    Each process group is made once, and only those that are used: on a GPU each has a communicator of its own.
+    Each process group is created once, and only if it is used: on a GPU each has its own communicator.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -89,24 +89,26 @@ def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None =
 
     def make_mesh(**axes: int) -> DeviceMesh:
         ranks = torch.arange(layout.world_size).view(*axes.values())
-        found = [group(ranks, axis) for axis in range(len(axes))]
-        return DeviceMesh.from_group(found, device_type, ranks, mesh_dim_names=tuple(axes))
+        axis_groups = [group(ranks, axis) for axis in range(len(axes))]
+        return DeviceMesh.from_group(axis_groups, device_type, ranks, mesh_dim_names=tuple(axes))
 
     stages = {"pp": layout.pp} if layout.pp > 1 else {}
     replicas = {"dp_replicate": layout.dp_replicate} if layout.dp_replicate > 1 else {}
-    split = {"tp": layout.tp} if layout.tp > 1 else {}
-    ranks = make_mesh(**stages, **replicas, shard=layout.dense_shards, **split)
+    tensor_axis = {"tp": layout.tp} if layout.tp > 1 else {}
+    ranks = make_mesh(**stages, **replicas, shard=layout.dense_shards, **tensor_axis)
     sequence = None
     if layout.cp > 1:
         context = group(torch.arange(layout.world_size).view(-1, layout.cp, layout.tp), 1)
         sequence = SequenceShard(context, layout.cp, context.rank())
     dense = _submesh(ranks, *replicas, "shard")
-    expert_shard, expert, expert_hosts = dense, None, None
+    expert_shard = dense
+    expert = None
+    expert_hosts = None
     if layout.ep > 1 or layout.tp > 1:
-        spread = {"ep": layout.ep} if layout.ep > 1 else {}
-        sparse = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **spread)
+        expert_axis = {"ep": layout.ep} if layout.ep > 1 else {}
+        sparse = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **expert_axis)
         expert_shard = _submesh(sparse, *replicas, "efsdp")
-        expert = sparse["ep"] if spread else None
+        expert = sparse["ep"] if expert_axis else None
         if levels is not None:
             by_host = torch.arange(layout.world_size).view(-1, *levels)
             expert_hosts = group(by_host, 1) if levels.hosts > 1 else None, group(by_host, 2)
@@ -116,11 +118,11 @@ def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None =
         expert,
         expert_hosts,
         sequence,
-        tensor=ranks["tp"] if split else None,
+        tensor=ranks["tp"] if tensor_axis else None,
         pipeline=ranks["pp"].get_group() if stages else None,
     )
 
 
 def _submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """The submesh of these axes; the mesh itself if it has no others."""
+    """Return the submesh of these axes; the mesh itself if it has no other axes."""
     return mesh if mesh.mesh_dim_names == names else mesh[names]

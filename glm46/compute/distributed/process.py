@@ -16,7 +16,7 @@ from glm46.compute.distributed.environment import (
 )
 
 _RECORDED_COLLECTIVES = 2000
-"""Size of the flight recorder: the collectives of some steps, which show the rank that is behind."""
+"""Size of the flight recorder: the collectives of some steps, which show the rank that lags."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,23 @@ def join(timeout_seconds: int) -> Process:
     One process has a group too, so that all later code has one path. CPU tensors always go through gloo: ranks exchange
     token counts and stop requests without waiting for the GPU.
     """
-    rank, world_size = launched_rank(), launched_world_size() or 1
+    rank = launched_rank()
+    world_size = launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
     set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
-    # NCCL's recorder tells a collective that the GPU runs from one that waits behind another kernel.
+    # With timing, NCCL's recorder distinguishes a running collective from one that waits for another kernel.
     set_default("TORCH_NCCL_ENABLE_TIMING", "1")
-    # Kernels keep rounding a product and a sum once. Triton 3.9 warns if it is not said, since 3.10 will round twice.
+    # Keep fused multiply-add, which rounds once. Triton 3.9 warns if it is not set, since 3.10 will round twice.
     set_default("TRITON_DEFAULT_FP_FUSION", "1")
     if torch.cuda.is_available():
         device = torch.device("cuda", launched_local_rank())
         torch.cuda.set_device(device)
-        backend, device_id = "cpu:gloo,cuda:nccl", device
+        backend = "cpu:gloo,cuda:nccl"
+        device_id = device
     else:
-        device, backend, device_id = torch.device("cpu"), "gloo", None
+        device = torch.device("cpu")
+        backend = "gloo"
+        device_id = None
     store = dist.HashStore() if world_size == 1 else None
     dist.init_process_group(
         backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=device_id
@@ -60,17 +64,18 @@ def join(timeout_seconds: int) -> Process:
 
 
 def ranks_of_every_host() -> int:
-    """The ranks of this run on each host; 0 if hosts have unequal numbers. Collective."""
-    here = launched_local_world_size()
-    most_and_least = combine_on_host(torch.tensor([here, -here]), torch.maximum)
-    return here if most_and_least.tolist() == [here, -here] else 0
+    """Return the number of ranks of this run on each host; 0 if hosts have unequal numbers. Collective."""
+    local = launched_local_world_size()
+    extremes = combine_on_host(torch.tensor([local, -local]), torch.maximum)
+    return local if extremes.tolist() == [local, -local] else 0
 
 
 def use_deterministic_kernels() -> None:
-    """Let torch use only kernels that repeat every bit. Call it before the process uses a GPU.
+    """Make torch use only bitwise deterministic kernels. To be called before the process uses a GPU.
 
     cuBLAS needs a fixed workspace for that, and reads its size when it starts; without one torch refuses products.
-    `varlen_attn` of torch 2.15 prefers cuDNN, whose backward sums in any order, and does not ask for its other form.
+    `varlen_attn` of torch 2.15 prefers cuDNN, whose backward sums in any order, and does not request its deterministic
+    algorithm.
     """
     set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""The processes that share a checkpoint, and stages of work that succeed or fail on all of them.
+"""Processes that share a checkpoint, and stages of work that succeed or fail on all of them.
 
 A rank that raises alone leaves the others in their next collective until the timeout of the process group. So work that
 can fail runs inside ``Ranks.stage``: leaving a stage is a collective that carries the result or the fault of each rank.
@@ -30,17 +30,17 @@ class RankLostError(RuntimeError):
 
 @dataclass
 class Ranks:
-    """The processes that share a checkpoint, with a process group of their own."""
+    """Processes that share a checkpoint, with their own process group."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     interrupt: BaseException | None = None
-    """The SystemExit or KeyboardInterrupt that this rank has sent to the others last."""
+    """Last SystemExit or KeyboardInterrupt that this rank has reported to the others."""
 
     @classmethod
     def of_this_run(cls) -> "Ranks":
-        """All processes of the run, or this process alone. Collective, because it makes a gloo group.
+        """Create the ranks of this run, or of this process alone. Collective, because it creates a gloo group.
 
         The group is separate from training's: a save never queues behind gradients, and works on the CPU whatever the
         backend of training is.
@@ -55,7 +55,7 @@ class Ranks:
         return self.rank == 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. Collective.
+        """Return the values of all ranks, in rank order. Collective.
 
         Raises:
             RankLostError: a rank has ended or does not answer.
@@ -65,25 +65,27 @@ class Ranks:
         return values
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """True if a flag is set on any rank, for each of equally many flags. Collective; raises as `all_gather`."""
-        found = torch.tensor(flags, dtype=torch.uint8)
-        self._call(dist.all_reduce, found, dist.ReduceOp.MAX)
-        return found.bool().tolist()
+        """Return for each flag whether it is set on any rank. All ranks pass the same number of flags. Collective;
+        raises like `all_gather`."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        self._call(dist.all_reduce, tensor, dist.ReduceOp.MAX)
+        return tensor.bool().tolist()
 
     def of_first(self, value: Any) -> Any:
-        """The value of rank 0. Collective; raises as `all_gather`."""
+        """Return the value of rank 0. Collective; raises like `all_gather`."""
         box = [value]
         self._call(dist.broadcast_object_list, box, src=0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on rank 0, nothing on the others. Collective; raises as `all_gather`."""
+        """Return the values of all ranks on rank 0, an empty list on the others. Collective; raises like
+        `all_gather`."""
         values = [value] * self.size if self.is_first else []
         self._call(dist.gather_object, value, values or None, dst=0)
         return values
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """This rank's one of the values that rank 0 has. Collective; raises as `all_gather`."""
+        """Return this rank's value from the list of rank 0. Collective; raises like `all_gather`."""
         box = [None] if values is None else values[:1]
         self._call(dist.scatter_object_list, box, values, src=0)
         return box[0]
@@ -96,32 +98,34 @@ class Ranks:
                 raise RankLostError(*error.args) from error
 
     def stage(self, name: str, to: Literal["all", "first", "each"] = "all") -> "CollectiveStage":
-        """``with ranks.stage("writing") as stage:`` runs work that succeeds or fails on all ranks.
+        """Create a stage: ``with ranks.stage("writing") as stage:`` runs work that succeeds or fails on all ranks.
 
         Args:
-            to: who gets what: "all" the values of all ranks; only the "first" rank the values of all, where these are
-                too large for each of thousands of ranks; or "each" rank one of the values that the first one has.
+            to: receivers. "all": all ranks get the values of all ranks; "first": only the first rank gets them, where
+                they are too large for thousands of ranks; "each": each rank gets one value of the first rank's list.
         """
         return CollectiveStage(self, name, to)
 
 
 ALONE = Ranks(rank=0, size=1, group=None)
-"""One process by itself, even while others run."""
+"""This process alone, even if other ranks run."""
 
 
 class CollectiveStage:
-    """Work that succeeds or fails on all ranks. Set ``value`` inside; ``values`` holds those of all ranks afterwards;
-    with "each", ``value`` is this rank's one.
+    """Work that succeeds or fails on all ranks. Set ``value`` inside; afterwards ``values`` holds the values of all
+    ranks, or with "each", ``value`` is this rank's value.
 
-    Entering is local, leaving is collective. A stage may enclose others: a rank that fails between the inner ones then
-    meets the other ranks where they leave an inner one.
+    Entering is local, leaving is collective. A stage may enclose others: a rank that fails between inner stages then
+    meets the other ranks where they leave an inner stage.
 
     Raises:
         CheckpointError: on every rank, when the stage failed on any of them.
     """
 
     def __init__(self, ranks: Ranks, name: str, to: str):
-        self._ranks, self._name, self._to = ranks, name, to
+        self._ranks = ranks
+        self._name = name
+        self._to = to
         self.value: Any = None
         self.values: list[Any] = []
 
@@ -149,13 +153,13 @@ class CollectiveStage:
             self.values = self._ranks.gather(self.value)
         elif any(has_value for _, has_value in states[1:]):
             self.values = self._ranks.all_gather(self.value)
-        else:  # an exchange among all would give each value the room of the largest, in each rank
+        else:  # only rank 0 has a value; an all-gather would pad every rank's entry to the size of the largest
             first = self._ranks.of_first(self.value) if states[0][1] else None
             self.values = [first, *[None] * (self._ranks.size - 1)]
 
 
 def describe_fault(rank: int, stage: str, error: BaseException) -> str:
-    """One line that names rank, stage and error.
+    """Describe an error in one line with rank and stage.
 
     If the operating system caused the error, its message is shown: torch's file writer reports a full disk as
     "unexpected pos".

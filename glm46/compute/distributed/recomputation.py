@@ -1,4 +1,4 @@
-"""Recomputation of a checkpointed layer: it recalls values of the forward, and need not send all rows again."""
+"""Recomputation of a checkpointed layer: it reuses values of the forward, and can skip exchanges of rows."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,17 +12,22 @@ Part = Literal["rows", "first hop", "back"]
 def recomputation(
     left_out: tuple[Part, ...], inner: tuple[AbstractContextManager, ...] = (nullcontext(), nullcontext())
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of the forward of a layer and of its recomputation, as `torch.utils.checkpoint` takes them, around
-    two other ones. ``left_out``: exchanges whose results the recomputation has, or does not read."""
+    """Create the contexts for the forward of a layer and for its recomputation, for `torch.utils.checkpoint`, around
+    two inner contexts. ``left_out``: exchanges to skip, because the recomputation has, or does not read, their
+    results."""
     values: list[Any] = []
     return _Run(values, left_out, False, inner[0]), _Run(values, left_out, True, inner[1])
 
 
 class _Run:
-    """A context that can be entered again, as those of `contextlib.contextmanager` cannot."""
+    """A context that can be entered repeatedly, unlike those of `contextlib.contextmanager`."""
 
     def __init__(self, values: list[Any], left_out: tuple[Part, ...], is_again: bool, inner: AbstractContextManager):
-        self.values, self.left_out, self.is_again, self.read, self._inner = values, left_out, is_again, 0, inner
+        self.values = values
+        self.left_out = left_out
+        self.is_again = is_again
+        self.read = 0
+        self._inner = inner
 
     def __enter__(self) -> None:
         self.read, self._before = 0, _running.set(self)
@@ -37,7 +42,7 @@ _running: ContextVar[_Run | None] = ContextVar("recomputation", default=None)
 
 
 def recalled(make: Callable[[], Any]) -> Any:
-    """The result of ``make`` in the forward that is computed again here; or the present one."""
+    """In a recomputation, return the result that ``make`` had in the forward; otherwise call ``make``."""
     running = _running.get()
     if running is None or not running.is_again:
         value = make()
@@ -49,12 +54,12 @@ def recalled(make: Callable[[], Any]) -> Any:
 
 
 def leaves_out(part: Part) -> bool:
-    """True in a recomputation that does not repeat an exchange."""
+    """Return whether this is a recomputation that skips this exchange."""
     running = _running.get()
     return running is not None and running.is_again and part in running.left_out
 
 
 def will_leave_out(part: Part) -> bool:
-    """True in a forward whose recomputation, if there is one, does not repeat an exchange."""
+    """Return whether this is a forward whose recomputation, if there is one, skips this exchange."""
     running = _running.get()
     return running is not None and part in running.left_out

@@ -1,7 +1,8 @@
 """Division of the tokens of a row among the ranks of a context-parallel group, with equal attention cost for each.
 
-Under causal attention the cost of a token is the number of keys that it sees: its position in its document, limited by
-the window. Every rank gets the same number of tokens of every row, because shapes must not depend on the text.
+Under causal attention the cost of a token is the number of keys that it attends to: its position in its document,
+limited by the window. Every rank gets the same number of tokens of every row, because shapes must not depend on the
+text.
 """
 
 import heapq
@@ -18,19 +19,19 @@ from glm46.compute.distributed.local_tensor import copy_to_device
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """This rank's part of every row, as `balanced_places` divides rows."""
+    """This rank's part of every row, divided by `balanced_places`."""
 
     group: dist.ProcessGroup
     ranks: int
     rank: int
 
     def places(self, document_ids: Tensor | None, size: Sequence[int], window: int | None) -> Tensor:
-        """The positions of each rank's tokens in every row, ascending: int64 [B, ranks, S / ranks].
+        """Compute the positions of each rank's tokens in every row, ascending: int64 [B, ranks, S / ranks].
 
         Args:
-            document_ids: [B, S] on the CPU, by which each row is divided; None divides all rows alike.
+            document_ids: [B, S] on the CPU, by which each row is divided; None divides all rows equally.
             size: B and S.
-            window: largest number of keys that a token sees; None for no limit.
+            window: maximum number of keys that a token attends to; None for no limit.
         """
         B, S = size
         if document_ids is None:
@@ -38,11 +39,12 @@ class SequenceShard:
         return torch.from_numpy(np.stack([balanced_places(row, self.ranks, window) for row in document_ids.numpy()]))
 
     def cut(self, rows: dict[str, Tensor], places_BRS: Tensor) -> dict[str, Tensor]:
-        """This rank's part of tensors [B, S], [B, K, S] or [B, S, L, A] on the CPU, by the result of `places`."""
+        """Return this rank's part of tensors [B, S], [B, K, S] or [B, S, L, A] on the CPU, by the result of
+        `places`."""
         return {name: _pick(tensor, places_BRS[:, self.rank]) for name, tensor in rows.items()}
 
     def restore(self, part: Tensor, places_BRS: Tensor) -> Tensor:
-        """The whole rows [N, B, S], from every rank's part [N, B, S / ranks]; without gradient. Collective."""
+        """Restore full rows [N, B, S] from every rank's part [N, B, S / ranks]; without gradient. Collective."""
         parts = [torch.empty_like(part) for _ in range(self.ranks)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         gathered = torch.cat(parts, dim=-1)
@@ -59,31 +61,32 @@ def _pick(tensor: Tensor, places_BS: Tensor) -> Tensor:
 
 
 def balanced_places(document_ids: np.ndarray, ranks: int, window: int | None) -> np.ndarray:
-    """Positions of each rank's tokens in a row, ascending: int64 [ranks, S / ranks].
+    """Compute the positions of each rank's tokens in a row, ascending: int64 [ranks, S / ranks].
 
     The part of a document where cost grows is cut into two chunks per rank: the first rank gets the first and the last
-    chunk, the second rank the second and the last but one, and so on, so that the sums are equal. The part where the
+    chunk, the second rank the second and the second-to-last, and so on, so that the sums are equal. The part where the
     window is full has constant cost and is cut into one chunk per rank. The remainder is a few first tokens of the
-    document, its cheapest; these runs are distributed so that all ranks get equal numbers, of similar lengths.
+    document, the cheapest ones; these runs are distributed so that all ranks get equal numbers, of similar lengths.
 
     Args:
-        document_ids: integers [S], equal inside a document and different in neighbours; `ranks` divides S.
-        window: largest number of keys that a token sees; None for all before it in its document.
+        document_ids: integers [S], equal inside a document and different between neighbours; `ranks` divides S.
+        window: maximum number of keys that a token attends to; None for all earlier ones in its document.
     """
     starts = np.flatnonzero(np.diff(document_ids, prepend=document_ids[0] - 1))
     lengths = np.diff(starts, append=len(document_ids))
-    mirrored = np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]])
+    mirrored_ranks = np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]])
     owner = np.empty(len(document_ids), np.int64)
     remainders = []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        flat = 0 if window is None else max(length - window, 0) // ranks
-        chunk = (length - ranks * flat) // (2 * ranks)
-        rest = length - ranks * (flat + 2 * chunk)
-        if rest:
-            remainders.append((rest, start))
-        grows, stays = start + rest, start + rest + 2 * ranks * chunk
-        owner[grows:stays] = mirrored.repeat(chunk)
-        owner[stays : start + length] = np.arange(ranks).repeat(flat)
+        flat_chunk = 0 if window is None else max(length - window, 0) // ranks
+        chunk = (length - ranks * flat_chunk) // (2 * ranks)
+        remainder = length - ranks * (flat_chunk + 2 * chunk)
+        if remainder:
+            remainders.append((remainder, start))
+        growing_start = start + remainder
+        flat_start = start + remainder + 2 * ranks * chunk
+        owner[growing_start:flat_start] = mirrored_ranks.repeat(chunk)
+        owner[flat_start : start + length] = np.arange(ranks).repeat(flat_chunk)
     if remainders:
         tokens = _deal(remainders, ranks)
         owner[tokens] = np.arange(len(tokens)) // (len(tokens) // ranks)
@@ -91,11 +94,11 @@ def balanced_places(document_ids: np.ndarray, ranks: int, window: int | None) ->
 
 
 def _deal(runs: list[tuple[int, int]], ranks: int) -> np.ndarray:
-    """Tokens of runs (length, start), ordered so that equal parts consist of runs of similar lengths."""
-    hands: list[list[np.ndarray]] = [[] for _ in range(ranks)]
-    held = [(0, rank) for rank in range(ranks)]
+    """Order the tokens of runs (length, start) so that equal parts consist of runs of similar lengths."""
+    runs_of_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
     for length, start in sorted(runs, key=lambda run: (-run[0], run[1])):
-        tokens, rank = held[0]
-        hands[rank].append(np.arange(start, start + length))
-        heapq.heapreplace(held, (tokens + length, rank))
-    return np.concatenate([run for hand in hands for run in hand])
+        tokens, rank = heap[0]
+        runs_of_rank[rank].append(np.arange(start, start + length))
+        heapq.heapreplace(heap, (tokens + length, rank))
+    return np.concatenate([run for rank_runs in runs_of_rank for run in rank_runs])

@@ -1,7 +1,7 @@
-"""Low-rank adapters: products with ``W + scale * B A`` in place of those with a frozen weight W.
+"""Low-rank adapters: layers multiply by ``W + scale * B A`` instead of a frozen weight W.
 
 DoRA scales each row of the sum to a trained magnitude: ``W'_i = m_i V_i / |V_i|`` with V = W + scale * B A, where |V_i|
-is a constant in backward (arXiv 2402.09353, section 4.3). So results of the sum are scaled, and no weight is made:
+is a constant in backward (arXiv 2402.09353, section 4.3). So the result is scaled, and no weight is built:
 ``y_i = (m_i / |V_i|) (V x)_i``. `compute/parallelize/magnitudes.py` computes the norms, once per optimizer step.
 """
 
@@ -31,10 +31,10 @@ from glm46.run.parameters import adapter_layer
 
 
 def add_adapters(model: Transformer, adapter: AdapterConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze a model, or a part of it, and add the adapters of [adapter], which are trained; in place.
+    """Freeze a model, or a part of it, and add the trainable adapters of the [adapter] table, in place.
 
-    The adapters are on the device of the model, without values: `fill_parameter` has the initial ones. So are weights
-    of a quantised base: import reads them.
+    The adapters are allocated on the device of the model, uninitialised: `fill_parameter` sets the initial values. The
+    same holds for weights of a quantised base, which import reads.
     """
     model.requires_grad_(False)
     for module in store_quantised(model, adapter.base_dtype) if adapter.base_dtype else ():
@@ -58,8 +58,8 @@ def _replace_products(module: Any, scale: float) -> None:
 
 @contextmanager
 def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
-    """Inside of it the models, or parts of one, compute with their frozen weights alone. Not between a forward and its
-    backward."""
+    """Context in which models, or parts of one, compute with their frozen weights alone. Not to be entered or left
+    between a forward and its backward."""
     modules: list[Any] = [module for model in models for module in model.modules() if hasattr(module, "is_adapted")]
     for module in modules:
         module.is_adapted = False
@@ -71,8 +71,9 @@ def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
 
 
 def _linear_product(module: Any, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `Linear.product`; of a module with adapters, with a quantised weight, or with both."""
-    scales, is_adapted = local_scales(module, "weight"), getattr(module, "is_adapted", False)
+    """See `Linear.product`; for a module with adapters, a quantised weight, or both."""
+    scales = local_scales(module, "weight")
+    is_adapted = getattr(module, "is_adapted", False)
     if not is_adapted and scales is None:
         return Linear.product(x, weight, bias)
     a = b = excess = None
@@ -84,10 +85,10 @@ def _linear_product(module: Any, scale: float, x: Tensor, weight: Tensor, bias: 
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """``x @ (weight + scale * b @ a).T + bias`` without a gradient of weight and bias; under DoRA the sum before the
-    bias is scaled by ``1 + excess``, FP32 [O]. Without a and b the weight alone.
+    """``x @ (weight + scale * b @ a).T + bias`` without a gradient of weight and bias. DoRA scales the product, without
+    the bias, by ``1 + excess``, FP32 [O]. Without a and b, only the weight is used.
 
-    One function, because both parts of the sum, and of the gradient of x, add into one tensor.
+    One function, so that both terms of the result, and of the gradient of x, are added into one tensor.
     """
 
     @staticmethod
@@ -95,10 +96,12 @@ class _AdaptedLinear(torch.autograd.Function):
         y_TO = (
             F.linear(x_TI, weight_OI, bias_O) if scales is None else quantised_linear(x_TI, weight_OI, scales, bias_O)
         )
-        ctx.scale, low_TR, unscaled_TO = scale, None, None
+        ctx.scale = scale
+        low_TR = None
+        unscaled_TO = None
         if a_RI is not None:
             low_TR = F.linear(x_TI, a_RI).mul_(scale)
-            # In place, but not in a graph: torch 2.11 compiles wrong gradients of an output that was changed in place.
+            # In place, except in a graph: torch 2.11 compiles wrong gradients of an output that was modified in place.
             add = y_TO.addmm if torch.compiler.is_compiling() else y_TO.addmm_
             y_TO = add(low_TR, b_OR.t())
         if excess_O is not None:
@@ -117,7 +120,8 @@ class _AdaptedLinear(torch.autograd.Function):
             grad_TO = torch.addcmul(grad_TO, grad_TO, excess_O.to(grad_TO.dtype))
         if a_RI is not None:
             grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
-            grad_a, grad_b = grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR
+            grad_a = grad_low_TR.t() @ x_TI
+            grad_b = grad_TO.t() @ low_TR
         if ctx.needs_input_grad[0]:
             grad_x = grad_TO @ weight_OI if scales is None else quantised_input_gradient(grad_TO, weight_OI, scales)
             if a_RI is not None:
@@ -126,9 +130,12 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
-    """See `Experts.project`; of experts with adapters, with quantised weights, or with both."""
-    weight, scales = local_weight(getattr(module, name)), local_scales(module, name)
-    is_adapted, a, b = getattr(module, "is_adapted", False), None, None
+    """See `Experts.project`; for experts with adapters, quantised weights, or both."""
+    weight = local_weight(getattr(module, name))
+    scales = local_scales(module, name)
+    is_adapted = getattr(module, "is_adapted", False)
+    a = None
+    b = None
     if not is_adapted and scales is None:
         return module.product(x_NI, weight, offsets)
     if is_adapted:
@@ -140,8 +147,9 @@ def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Te
 
 
 def _excess(module: nn.Module, prefix: str) -> Tensor:
-    """``m / |V| - 1`` of each row, FP32, with the gradient of m. It is zero where an adapter begins: small values keep
-    their bits in BF16. The value was computed with the norms, from m in FP32; FSDP2 gathers m rounded."""
+    """Return ``m / |V| - 1`` of each row, FP32, with the gradient of m. It is zero for a new adapter, and BF16 keeps
+    the bits of small values. The value comes from `magnitudes.py`, which computes it with the norms from m in FP32:
+    FSDP2 gathers m rounded."""
     m = local_weight(getattr(module, f"{prefix}magnitude"))
     return getattr(module, f"{prefix}excess") + (m - m.detach()) / getattr(module, f"{prefix}norm")
 
@@ -158,17 +166,17 @@ def adapted_grouped_mm(
 ) -> tuple[Tensor, Tensor]:
     """Multiply each group of rows by the transpose of ``weight + scale * b @ a`` of its expert.
 
-    One operator, because selective checkpointing keeps the results of grouped products: this way it keeps the sum, and
-    not both terms of it, nor a quantised weight that was converted. The weight has no gradient.
+    One operator, because selective checkpointing keeps the results of grouped products: this way it keeps the sum, not
+    both of its terms, and no converted quantised weight. The weight has no gradient.
 
     Args:
         x_NI: [N, I], sorted by expert; results of rows past the last offset are undefined.
-        scales: [E, O, groups] of a quantised weight, see `in_compute_type`.
-        a_ERI, b_EOR: None: the weight alone.
+        scales: [E, O, groups] for a quantised weight, see `in_compute_type`.
+        a_ERI, b_EOR: adapters; None: only the weight is used.
         offsets: int32 [E], running sum of the group sizes.
 
     Returns:
-        [N, O], and for backward ``scale * x @ a.T``, [N, R], without adapters [N, 0]; dtype of `x_NI`.
+        [N, O], and for backward ``scale * x @ a.T``, [N, R], or [N, 0] without adapters; dtype of `x_NI`.
     """
     y_NO = compat.grouped_mm(x_NI, in_compute_type(weight_EOI, scales, x_NI.dtype).transpose(1, 2), offsets)
     if a_ERI is None or b_EOR is None:
@@ -185,8 +193,8 @@ def _(x_NI: Tensor, weight_EOI: Tensor, scales, a_ERI: Tensor | None, b_EOR, off
 
 @torch.library.custom_op("glm46::frozen_grouped_mm", mutates_args=())
 def _frozen_grouped_mm(grad_NO: Tensor, weight_EOI: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
-    """The gradient of the rows, [N, I]. An operator, inside of which a quantised weight is converted: of a compiled
-    graph the converted weight of forward would be kept."""
+    """Compute the gradient of the rows, [N, I]. An operator that converts a quantised weight inside: a compiled graph
+    would keep the converted weight of forward for backward."""
     return compat.grouped_mm(grad_NO, in_compute_type(weight_EOI, scales, grad_NO.dtype), offsets)
 
 
@@ -207,7 +215,8 @@ def _product_backward(ctx, grad_NO: Tensor, _):
     grad_x = grad_a = grad_b = grad_low_NR = None
     if a_ERI is not None:
         grad_low_NR = grouped_mm(grad_NO, b_EOR, offsets).mul_(ctx.scale)
-        grad_a, grad_b = grouped_outer(grad_low_NR, x_NI, offsets), grouped_outer(grad_NO, low_NR, offsets)
+        grad_a = grouped_outer(grad_low_NR, x_NI, offsets)
+        grad_b = grouped_outer(grad_NO, low_NR, offsets)
     if ctx.needs_input_grad[0]:
         grad_x = _frozen_grouped_mm(grad_NO, weight_EOI, scales, offsets)
         if a_ERI is not None:
@@ -220,8 +229,8 @@ adapted_grouped_mm.register_autograd(_product_backward, setup_context=_save_for_
 
 @torch.library.custom_op("glm46::add_scaled_groups", mutates_args=())
 def _add_scaled_groups(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor) -> Tensor:
-    """``x + x * factor`` with the factors of each row's group, [N, O]. Its backward sums the rows of a group in one
-    grouped product; that of indexing adds them in varying order."""
+    """Compute ``x + x * factor`` with the factors of each row's group, [N, O]. Backward sums the rows of a group in one
+    grouped product; the built-in backward of indexing adds them in varying order."""
     factor_NO = _of_rows(x_NO, factor_EO, offsets)
     return torch.addcmul(x_NO, x_NO, factor_NO, out=factor_NO)
 
@@ -246,7 +255,7 @@ def _scaling_backward(ctx, grad_NO: Tensor):
     ones = x_NO.new_ones(x_NO.shape[0], 8)  # rows of 16 bytes, which grouped products need
     product_NO = grad_NO * x_NO
     grad_factor = grouped_outer(ones, product_NO, offsets)[:, 0]
-    # One buffer: the first use of memory of this size costs a CPU more than what is computed.
+    # Reuse the buffer: on a CPU, the first use of new memory costs more than the computation.
     factor_NO = _of_rows(grad_NO, factor_EO, offsets, out=product_NO)
     return torch.addcmul(grad_NO, grad_NO, factor_NO, out=factor_NO), grad_factor, None
 
@@ -255,10 +264,10 @@ _add_scaled_groups.register_autograd(_scaling_backward, setup_context=_save_for_
 
 
 def merged_rows(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
-    """Rows of one matrix with its adapter: W + scale B A, and with magnitudes m (W + scale B A) / |W + scale B A|.
+    """Merge an adapter into rows of a matrix: W + scale B A, or with magnitudes m (W + scale B A) / |W + scale B A|.
 
     Args:
-        weight: FP32 [rows, I]; a: FP32 [R, I]; b: FP32 [rows, R]; magnitude: FP32 [rows] of DoRA, else None.
+        weight: FP32 [rows, I]; a: FP32 [R, I]; b: FP32 [rows, R]; magnitude: FP32 [rows] under DoRA, else None.
 
     Returns:
         FP32 [rows, I].

@@ -16,9 +16,9 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, AttentionLayout | None], Tenso
 
 
 def attend(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
-    """Causal attention with scale C**-0.5, of the runs of a layout if there is one; an `AttentionCore`.
+    """Compute causal attention with scale C**-0.5, within the runs of a layout if there is one; an `AttentionCore`.
 
-    Context parallelism hands on the keys and values of the runs as [1, keys, K, C].
+    Context parallelism passes the keys and values of the runs as [1, keys, K, C].
     """
     if layout is not None:
         q, k, v = (x.flatten(0, 1) for x in (q_BSHC, k_BSKC, v_BSKC))
@@ -58,6 +58,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, S, -1, self.head_dim)
         v = self.v_proj(x).view(B, S, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         out = self.core(rotate(q, rope), rotate(k, rope), v, layout)
         return self.o_proj(out.reshape(B, S, -1))

@@ -1,5 +1,5 @@
-"""The tokens that each token of a batch sees, in memory that grows with the number of documents: no mask of queries
-and keys exists."""
+"""Attention layout: which tokens each token of a batch attends to. Its memory grows with the number of documents; no
+mask of queries times keys exists."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,84 +14,85 @@ from glm46.run.context_keys import kernel_runs
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """The way in which a rank gets the keys of its runs, where these are not its tokens as they lie.
+    """Way in which a rank gets the keys of its runs when they are not simply its own tokens in order.
 
-    No NamedTuple: a compiled layer would be compiled again for every number of keys, though it only hands this on.
+    Not a NamedTuple: a compiled layer would be recompiled for every number of keys, although it only passes this on.
     """
 
     keys: Tensor
-    """int64 [keys]: for each key of the runs, its place among the keys that this rank gets: without context parallelism
-    its own, flattened [B, S]; with it all of them, flattened [ranks, B, S / ranks]; or those that the other fields
-    say."""
+    """int64 [keys]: for each key of the runs, its index among the keys that this rank has. These are flattened [B, S]
+    without context parallelism, flattened [ranks, B, S / ranks] with it, or the keys exchanged according to the other
+    fields."""
     tokens: Tensor | None = None
-    """int64 [sum(send)]: this rank's tokens [B, S / ranks], flattened: those that the first rank needs, then those of
-    the second. None: every rank needs most keys and gets all of them."""
+    """int64 [sum(send)]: indices into this rank's flattened tokens [B, S / ranks]: the tokens that the first rank
+    needs, then the tokens for the second, and so on. None: every rank needs most keys and gets all of them."""
     send: list[int] = field(default_factory=list)
-    """Tokens that each rank needs of this one."""
+    """Number of tokens that each rank needs from this one."""
     receive: list[int] = field(default_factory=list)
-    """Tokens that this rank needs of each, ascending."""
+    """Number of tokens that this rank needs from each rank; they arrive in ascending order."""
 
     def apply(self, copy: Callable[[Tensor], Tensor]) -> "KeyExchange":
-        """The same with copies of its tensors."""
+        """Return the same exchange with copies of its tensors."""
         return replace(self, keys=copy(self.keys), tokens=None if self.tokens is None else copy(self.tokens))
 
 
 class RingPart(NamedTuple):
-    """The part of the keys of one rank that the queries of a context-parallel rank see."""
+    """Keys of one rank that the queries of another context-parallel rank attend to."""
 
     queries: Tensor
-    """int64 [queries]: those that see any, by their number on this rank."""
+    """int64 [queries]: indices, on this rank, of the queries that attend to any of these keys."""
     keys: Tensor
-    """int64 [keys]: for each key of the runs, its number on the other rank."""
+    """int64 [keys]: for each key of the runs, its index on the other rank."""
     layout: "AttentionLayout"
-    """Of these queries and keys. Only the own part is causal: of other ranks, a query sees all keys of its run."""
+    """Layout of these queries and keys. Only this rank's own part is causal: in other parts, a query attends to all
+    keys of its run."""
 
     def apply(self, copy: Callable[[Tensor], Tensor]) -> "RingPart":
-        """The same with copies of its tensors."""
+        """Return the same part with copies of its tensors."""
         return RingPart(copy(self.queries), copy(self.keys), self.layout._with(copy))
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRing:
-    """The ring in which keys pass between context-parallel ranks, where all together would take too much memory."""
+    """Ring in which keys pass between context-parallel ranks, where gathering all keys would take too much memory."""
 
     parts: list[RingPart]
-    """Of the own keys, then of those of the rank before, and so on around the ring."""
+    """Part for this rank's own keys, then for the keys of the previous rank, and so on around the ring."""
 
     def apply(self, copy: Callable[[Tensor], Tensor]) -> "KeyRing":
-        """The same with copies of its tensors."""
+        """Return the same ring with copies of its tensors."""
         return KeyRing([part.apply(copy) for part in self.parts])
 
 
 class AttentionLayout(NamedTuple):
     """Runs of consecutive queries, each with its own run of keys, as `torch.nn.attention.varlen` takes them.
 
-    Queries are the tokens [B, S] of this rank behind each other, row by row. The last query of a run sees all keys of
-    the run, each query before it one key fewer. A run is a document, or the part of a document that a context-parallel
+    Queries are the tokens [B, S] of this rank, flattened row by row. The last query of a run attends to all keys of the
+    run, each earlier query to one key fewer. A run is a document, or the part of a document that a context-parallel
     rank holds; its keys then start with the document, or with the window of its first query. Or it is a document that
-    goes on after a prefix which other documents share: its keys are those of the prefix and its own.
+    continues a prefix shared with other documents: its keys are the keys of the prefix, then its own.
     """
 
     cu_seq_q: Tensor
     """int32 [runs + 1]: first query of each run, and the number of queries."""
     cu_seq_k: Tensor
     """int32 [runs + 1]: the same for keys. The same object as cu_seq_q if each run has as many keys as queries: cuDNN
-    takes causal attention only then."""
+    supports causal attention only then."""
     max_q: int
     """Queries of the longest run, rounded up by `longest`."""
     max_k: int
-    """Keys of the run with most keys, rounded up likewise."""
+    """Maximum number of keys of a run, rounded up by `longest`."""
     window: int | None
-    """Most keys that a query sees, its own included; None for all."""
+    """Maximum number of keys that a query attends to, its own included; None for all."""
     exchange: KeyExchange | KeyRing | None = None
-    """None if keys lie as their runs do: without context parallelism and shared prefixes."""
+    """None if keys are already in the order of their runs: without context parallelism and shared prefixes."""
 
     def pin_memory(self) -> "AttentionLayout":
-        """A copy in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return self._with(Tensor.pin_memory)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "AttentionLayout":
-        """A copy on a device."""
+        """Return a copy on a device."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def _with(self, copy: Callable[[Tensor], Tensor]) -> "AttentionLayout":
@@ -111,20 +112,21 @@ def attention_layout(
     ring: bool = False,
     prefix_ids: Tensor | None = None,
 ) -> AttentionLayout | None:
-    """The layout of whole rows, or of the part of them that a context-parallel rank holds, on the CPU.
+    """Build the layout of whole rows, or of the part that a context-parallel rank holds, on the CPU.
 
     Args:
-        document_ids: integer [B, S], equal inside a document and different in neighbours; None if each row is one.
+        document_ids: integer [B, S], equal inside a document and different between neighbours; None if each row is one
+            document.
         size: B and S.
-        window: most keys that a query sees, its own included; None for all.
+        window: maximum number of keys that a query attends to, its own included; None for all.
         places: int64 [B, ranks, S / ranks], the tokens of each rank, ascending; None without context parallelism.
-        rank: of the context-parallel group.
+        rank: rank in the context-parallel group.
         ring: pass keys from rank to rank instead of gathering them; not with a window.
-        prefix_ids: integer [B, S]: the id of the document in the same row that comes before a token's document, -1 for
-            none; not with ``places`` or a window. None: for none.
+        prefix_ids: integer [B, S]: the id of the document in the same row that precedes a token's document, -1 without
+            a prefix; not with ``places`` or a window. None: no prefixes.
 
     Returns:
-        None for rows that are plainly causal, which have a kernel of their own.
+        None for rows with plain causal attention, for which there is a separate kernel.
     """
     if document_ids is None and window is None and places is None:
         return None
@@ -132,8 +134,10 @@ def attention_layout(
     ids_BS = np.zeros(size, np.int64) if document_ids is None else document_ids.cpu().numpy()
     places_BRS = np.broadcast_to(np.arange(S), (B, 1, S)) if places is None else places.numpy()
     start, end, first_key = _runs(ids_BS, places_BRS[:, rank], window)
-    cu_seq_q, cu_seq_k = cumulative(end - start), cumulative(end - first_key)
-    max_q, max_k = longest(end - start), longest(end - first_key)
+    cu_seq_q = cumulative(end - start)
+    cu_seq_k = cumulative(end - first_key)
+    max_q = longest(end - start)
+    max_k = longest(end - first_key)
     if prefix_ids is not None and bool((prefix_ids >= 0).any()):
         assert places is None and window is None
         return _after_prefixes(start, end, ids_BS, prefix_ids.cpu().numpy())
@@ -144,9 +148,9 @@ def attention_layout(
         return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, _ring(start, end, first_key, tokens_RN, rank))
     sent, received = ([], tokens_RN) if window is None else _exchange(ids_BS, places_BRS, tokens_RN, window, rank)
     gathered = np.concatenate(received)
-    place_of_token = np.empty(B * S, np.int64)
-    place_of_token[gathered] = np.arange(len(gathered))
-    keys = torch.from_numpy(place_of_token[_ranges(first_key, end)])
+    index_of_token = np.empty(B * S, np.int64)
+    index_of_token[gathered] = np.arange(len(gathered))
+    keys = torch.from_numpy(index_of_token[_ranges(first_key, end)])
     if window is None:
         exchange = KeyExchange(keys)
     else:
@@ -156,67 +160,78 @@ def attention_layout(
 
 
 def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First token and end of each run of queries at these places, and its first key, in tokens of the whole batch."""
+    """Return first token, end and first key of each run of queries at these places, as indices of the whole batch."""
     S = ids_BS.shape[1]
-    starts, ends, first_keys = [], [], []
+    starts = []
+    ends = []
+    first_keys = []
     for b, (ids, place) in enumerate(zip(ids_BS, place_BS, strict=True)):
-        of_document = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-        document = np.searchsorted(of_document, place, side="right") - 1
+        document_starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+        document = np.searchsorted(document_starts, place, side="right") - 1
         is_first = np.diff(place, prepend=-2) != 1
         is_first |= np.diff(document, prepend=-1) != 0
         index = np.flatnonzero(is_first)
         start = place[index]
         starts.append(b * S + start)
         ends.append(starts[-1] + np.diff(index, append=len(place)))
-        first = of_document[document[index]]
+        first = document_starts[document[index]]
         first_keys.append(b * S + (first if window is None else np.maximum(first, start - window + 1)))
     return np.concatenate(starts), np.concatenate(ends), np.concatenate(first_keys)
 
 
 def _after_prefixes(start: np.ndarray, end: np.ndarray, ids_BS: np.ndarray, prefix_BS: np.ndarray) -> AttentionLayout:
-    """The layout of documents, some of which go on after another one."""
+    """Build the layout of documents, some of which continue another document."""
     row = (start // ids_BS.shape[1]).tolist()
-    own, other = (ids.reshape(-1)[start].tolist() for ids in (ids_BS, prefix_BS))
-    number_of = {document: number for number, document in enumerate(zip(row, own, strict=True))}
-    none = len(start)  # an empty range
-    before = [none if place[1] < 0 else number_of[place] for place in zip(row, other, strict=True)]
+    run_ids, prefix_ids = (ids.reshape(-1)[start].tolist() for ids in (ids_BS, prefix_BS))
+    run_of = {document: run for run, document in enumerate(zip(row, run_ids, strict=True))}
+    empty_run = len(start)  # index of the empty range appended below
+    prefix_runs = [empty_run if prefix[1] < 0 else run_of[prefix] for prefix in zip(row, prefix_ids, strict=True)]
     starts, ends = (np.append(bounds, 0) for bounds in (start, end))
-    pairs = [np.stack([bounds[before], bounds[:-1]], 1) for bounds in (starts, ends)]
-    lengths, keys = end - start, (pairs[1] - pairs[0]).sum(1)
+    pairs = [np.stack([bounds[prefix_runs], bounds[:-1]], 1) for bounds in (starts, ends)]
+    lengths = end - start
+    keys = (pairs[1] - pairs[0]).sum(1)
     exchange = KeyExchange(_ranges(*(bounds.reshape(-1) for bounds in pairs)))
     return AttentionLayout(cumulative(lengths), cumulative(keys), longest(lengths), longest(keys), None, exchange)
 
 
 def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: np.ndarray, rank: int) -> KeyRing:
-    """The parts of a rank's runs, which begin with the tokens ``start``."""
-    own = tokens_RN[rank]
-    first_query, parts = np.searchsorted(own, start), []
+    """Build the ring parts of a rank's runs, which begin at the tokens ``start``."""
+    local_tokens = tokens_RN[rank]
+    first_query = np.searchsorted(local_tokens, start)
+    parts = []
     for distance in range(len(tokens_RN)):
         tokens = tokens_RN[rank - distance]
-        # Of its own keys a run sees those up to its end, of others those before it: no chunk of a rank splits a run.
-        first, stop = np.searchsorted(tokens, first_key), np.searchsorted(tokens, start if distance else end)
-        sees = stop > first
-        lengths, keys = (end - start)[sees], (stop - first)[sees]
-        cu_seq_q, cu_seq_k = cumulative(lengths), cumulative(keys)
-        parts.append(RingPart(
-            _ranges(first_query[sees], first_query[sees] + lengths), _ranges(first[sees], stop[sees]),
-            AttentionLayout(cu_seq_q, cu_seq_k, longest(lengths), longest(keys), None),
-        ))  # fmt: skip
+        # A run attends to this rank's keys up to its end, and to other ranks' keys before it: no chunk splits a run.
+        first_index = np.searchsorted(tokens, first_key)
+        end_index = np.searchsorted(tokens, start if distance else end)
+        has_keys = end_index > first_index
+        lengths = (end - start)[has_keys]
+        keys = (end_index - first_index)[has_keys]
+        cu_seq_q = cumulative(lengths)
+        cu_seq_k = cumulative(keys)
+        parts.append(
+            RingPart(
+                _ranges(first_query[has_keys], first_query[has_keys] + lengths),
+                _ranges(first_index[has_keys], end_index[has_keys]),
+                AttentionLayout(cu_seq_q, cu_seq_k, longest(lengths), longest(keys), None),
+            )
+        )
     return KeyRing(parts)
 
 
 def _ranges(start: np.ndarray, end: np.ndarray) -> Tensor:
-    """The numbers of several ranges behind each other, int64."""
+    """Concatenate the integers of several ranges, int64."""
     lengths = np.maximum(end - start, 0)
-    before = lengths.cumsum() - lengths
-    return torch.from_numpy(np.arange(lengths.sum()) + (start - before).repeat(lengths))
+    offsets = lengths.cumsum() - lengths
+    return torch.from_numpy(np.arange(lengths.sum()) + (start - offsets).repeat(lengths))
 
 
 def _exchange(
     ids_BS: np.ndarray, places_BRS: np.ndarray, tokens_RN: np.ndarray, window: int, rank: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each rank the own tokens that it needs, by their number on this rank, and its tokens that this rank needs."""
-    sent, received = [], []
+    """Return, for each rank, the indices of the local tokens that it needs, and its tokens that this rank needs."""
+    sent = []
+    received = []
     for other in range(len(tokens_RN)):
         _, end, first_key = _runs(ids_BS, places_BRS[:, other], window)
         change = np.bincount(first_key, minlength=ids_BS.size + 1) - np.bincount(end, minlength=ids_BS.size + 1)
@@ -228,16 +243,16 @@ def _exchange(
 
 
 def cumulative(lengths: np.ndarray) -> Tensor:
-    """int32 [runs + 1], with empty runs at the end (`kernel_runs`)."""
+    """Compute cumulative lengths, int32 [runs + 1], with empty runs at the end (`kernel_runs`)."""
     ends = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
     return torch.from_numpy(np.pad(ends, (0, kernel_runs(len(lengths)) - len(lengths)), mode="edge"))
 
 
 def longest(lengths: np.ndarray) -> int:
-    """The next power of two after the largest length, at least 256.
+    """Round the maximum length up to a power of two, at least 256.
 
-    Kernels only take their number of blocks from it, and skip blocks without tokens. cuDNN makes a plan for each number
-    that it meets. 256 at least: `varlen_attn` asks whether it is above 128, and a compiled layer would be compiled for
-    both answers.
+    Kernels only derive their number of blocks from it, and skip blocks without tokens. Rounding keeps the number of
+    distinct values small: cuDNN builds a plan for each. At least 256, because `varlen_attn` branches on values above
+    128, and a compiled layer would be compiled for both branches.
     """
     return max(256, 1 << (int(lengths.max(initial=1)) - 1).bit_length())

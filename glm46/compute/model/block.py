@@ -31,8 +31,8 @@ class TransformerBlock(nn.Module):
         options: RoutingOptions,
         routes: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D]. Also return the routing statistics of an MoE layer, None for a dense one; only an
-        MoE layer takes routes [B, S, A], see `Router.forward`."""
+        """Map [B, S, D] to [B, S, D]. Also return the routing statistics, None for a dense layer. Only MoE layers take
+        routes [B, S, A], see `Router.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, layout)
         normed = self.post_attention_layernorm(x)
         if self.is_dense:

@@ -1,4 +1,4 @@
-"""Log-probabilities over a large vocabulary in chunks: all logits never exist at once.
+"""Log-probabilities over a large vocabulary in chunks: the full logits never exist in memory.
 
 The output head has two forms, `summed_loss` and `token_logprobs`. Both split the tokens into the same chunks, compute
 the softmax of a chunk's logits, and overwrite it with the gradient of the logits.
@@ -27,14 +27,14 @@ class HeadOutput(NamedTuple):
     loss: Tensor | None = None
     """FP32 scalar: negative log-likelihood summed over the labels; set by `summed_loss`."""
     logprobs: Tensor | None = None
-    """FP32, of the shape of the labels: log-probability of each, 0 without a label; set by `token_logprobs`."""
+    """FP32, shape of the labels: log-probability of each label, 0 without one; set by `token_logprobs`."""
     entropy: Tensor | None = None
     """FP32 [...]: entropy of the distribution in nats, 0 without a label; set by `token_logprobs` on request."""
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The consecutive columns of the logits that this rank computes. All ranks have equally many."""
+    """Consecutive columns of the logits that this rank computes. All ranks have the same number of columns."""
 
     rank: int
     ranks: int
@@ -47,55 +47,55 @@ HeadForm = Callable[[Tensor, Tensor, Tensor, VocabularyPart | None], HeadOutput]
 
 
 class _Softmax(NamedTuple):
-    """Softmax of the logits of n tokens. All fields are [n, 1] but the first, and ``logprob``: as many as labels."""
+    """Softmax of the logits of n tokens. All fields except the first are [n, 1]."""
 
     probability: Tensor
     """FP32 [n, local columns]: softmax over the local columns; computing the entropy overwrites it."""
     share: Tensor | None
     """FP32: probability of all local columns; None if the whole vocabulary is local."""
     logprob: Tensor
-    """FP32: of the label; undefined without a label."""
+    """FP32: log-probability of the label; undefined without a label."""
     predicted: Tensor
-    """int64."""
+    """int64: most likely token."""
     entropy: Tensor | None
-    """FP32, on request."""
+    """FP32: entropy of the distribution, on request."""
 
 
-def softmax_of(
+def _softmax_of(
     logits: Tensor, wide: Tensor, labels: Tensor, part: VocabularyPart | None, with_entropy: bool = False
 ) -> _Softmax:
-    """Softmax of a chunk in the memory of ``wide``, for labels [n, K]. Collective if ``part`` is given."""
+    """Compute the softmax of a chunk in the memory of ``wide``, for labels [n, 1]. Collective if ``part`` is given."""
     column, is_local = _columns(labels, logits.shape[1], part)
-    largest, predicted = logits.max(-1, keepdim=True)
-    below_largest = largest.float() - logits.gather(1, column).float()
+    max_logit, predicted = logits.max(-1, keepdim=True)
+    below_max = max_logit.float() - logits.gather(1, column).float()
     probability = torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
     # The largest probability is 1 / sum of the softmax. It is never too small for a logarithm.
     log_inverse_sum = probability.gather(1, predicted).log()
-    logprob = log_inverse_sum - below_largest
+    logprob = log_inverse_sum - below_max
     entropy = torch.special.entr(probability, out=probability).sum(-1, keepdim=True) if with_entropy else None
     if part is None:
         return _Softmax(probability, None, logprob, predicted, entropy)
 
     # FP64 is exact for FP32 numbers and for token ids.
-    local = [largest, log_inverse_sum, logprob.where(is_local, -torch.inf), predicted + part.rank * logits.shape[1]]
+    local = [max_logit, log_inverse_sum, logprob.where(is_local, -torch.inf), predicted + part.rank * logits.shape[1]]
     local += [] if entropy is None else [entropy]
-    # [ranks, n, 1] from here on, and [ranks, n, K].
-    gathered = part.gather(torch.cat([x.double() for x in local], 1)).split([x.shape[1] for x in local], -1)
-    largest, log_inverse_sum, logprob, predicted, *entropies = gathered
-    log_sum = largest - log_inverse_sum
+    # From here on, tensors are [ranks, n, 1].
+    gathered = part.gather(torch.cat([x.double() for x in local], 1)).split(1, -1)
+    max_logit, log_inverse_sum, logprob, predicted, *entropies = gathered
+    log_sum = max_logit - log_inverse_sum
     log_share = log_sum - log_sum.logsumexp(0)
     return _Softmax(
         probability,
         log_share[part.rank].exp().float(),
-        (logprob + log_share).amax(0).float(),  # one rank has the label, the others -inf
+        (logprob + log_share).amax(0).float(),  # one rank has the label, the others have -inf
         # The first of equally likely tokens, as in one process.
-        predicted.where(largest == largest.amax(0), torch.inf).amin(0).long(),
+        predicted.where(max_logit == max_logit.amax(0), torch.inf).amin(0).long(),
         (log_share.exp() * (entropies[0] - log_share)).sum(0).float() if entropies else None,
     )
 
 
 def _columns(labels: Tensor, width: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Local column of each label, 0 if it is on another rank, and whether it is local; both [n, K] as the labels."""
+    """Return the local column of each label, 0 if it is on another rank, and whether it is local; both [n, 1]."""
     column = labels - (0 if part is None else part.rank * width)
     is_local = (column >= 0) & (column < width)
     return column.where(is_local, 0), is_local
@@ -106,12 +106,13 @@ def _add_at_labels(grad_logits: Tensor, labels: Tensor, part: VocabularyPart | N
     grad_logits.scatter_add_(1, column, is_local * value)
 
 
-def logit_chunks(
+def _logit_chunks(
     hidden: Tensor, weight: Tensor, chunk_tokens: int, scale: float = 1.0
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield rows of `hidden` [T, D], their logits, and memory for as many in FP32; the next chunk overwrites both."""
+    """Yield rows of `hidden` [T, D], their logits, and FP32 memory of the same shape; the next chunk overwrites
+    both."""
     T = hidden.shape[0]
-    # The same memory for all chunks: to allocate as much costs more than to compute what goes into it.
+    # Reuse the memory for all chunks: allocating it costs more than the computation.
     buffer = hidden.new_empty(min(chunk_tokens, T), weight.shape[0])
     wide = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
     for start in range(0, T, chunk_tokens):
@@ -125,7 +126,9 @@ class _Gradients:
     """Gradients of hidden states and weight, as far as needed, accumulated over chunks of logits."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: tuple[bool, ...]):
-        self._hidden, self._weight, self._is_target = hidden, weight, labels[:, :1] != IGNORE
+        self._hidden = hidden
+        self._weight = weight
+        self._is_target = labels != IGNORE
         self.of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._needs_weight = needed[1]
         self._of_weight: Tensor | None = None
@@ -133,17 +136,17 @@ class _Gradients:
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """Add the gradients of one chunk. Rows without a target count as zero."""
         is_target = self._is_target[rows]
-        # Masks the factor of width D; `grad_logits` is much wider.
+        # Mask the tensors of width D; `grad_logits` is much wider.
         if self.of_hidden is not None:
             torch.mm(grad_logits, self._weight, out=self.of_hidden[rows]).mul_(is_target)
         if not self._needs_weight:
             return
         targets = self._hidden[rows] * is_target
-        # FP32: BF16 loses low bits over many chunks. A sum that starts with zeros would write and read them once more.
+        # FP32: BF16 loses low bits over many chunks. None instead of zeros saves a pass over the memory.
         self._of_weight = compat.add_mm_in_fp32(self._of_weight, grad_logits.t(), targets)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of hidden states and weight, each in the dtype of its tensor."""
+        """Return the gradients of hidden states and weight, each in the dtype of its tensor."""
         if not self._needs_weight:
             return self.of_hidden, None
         if self._of_weight is None:  # no rows
@@ -156,14 +159,16 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, labels_T1, is_counted_T1, part: VocabularyPart | None, chunk_tokens: int):
-        loss, predictions_T1 = hidden_TD.new_zeros((), dtype=torch.float32), torch.empty_like(labels_T1)
+        loss = hidden_TD.new_zeros((), dtype=torch.float32)
+        predictions_T1 = torch.empty_like(labels_T1)
         gradients = _Gradients(hidden_TD, weight_VD, labels_T1, ctx.needs_input_grad)
-        for rows, logits, wide in logit_chunks(hidden_TD, weight_VD, chunk_tokens):
-            softmax = softmax_of(logits, wide, labels_T1[rows], part)
+        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, chunk_tokens):
+            softmax = _softmax_of(logits, wide, labels_T1[rows], part)
             loss -= softmax.logprob.where(is_counted_T1[rows], 0).sum()
             predictions_T1[rows] = softmax.predicted
             if any(ctx.needs_input_grad):
-                grad_logits, share = softmax.probability, softmax.share
+                grad_logits = softmax.probability
+                share = softmax.share
                 grad_logits = grad_logits if share is None else grad_logits.mul_(share)
                 _add_at_labels(grad_logits, labels_T1[rows], part, -1.0)
                 gradients.add(rows, logits.copy_(grad_logits))
@@ -180,26 +185,30 @@ class _SummedLoss(torch.autograd.Function):
 
 class _TokenLogprobs(torch.autograd.Function):
     """Recomputes the logits in backward, because the gradient factor of each token is known only then. Saves the inputs
-    and a few numbers per token. Labels are [...], or [..., K]: K of each token."""
+    and a few numbers per token."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, labels, part: VocabularyPart | None, chunk_tokens, scale, with_entropy):
-        labels_TK = labels.view(-1, max(labels.numel() // max(len(hidden_TD), 1), 1))
-        predictions = labels.new_empty(labels.shape if labels_TK.shape[1] == 1 else labels.shape[:-1])
+        labels_T1 = labels.view(-1, 1)
         # In the shape of the labels, not a view: FSDP puts hooks on the outputs of the model and warns about views.
-        logprobs, entropies = (torch.empty_like(like, dtype=torch.float32) for like in (labels, predictions))
-        shares = None if part is None else hidden_TD.new_empty(len(labels_TK), 1, dtype=torch.float32)
-        for rows, logits, wide in logit_chunks(hidden_TD, weight_VD, chunk_tokens, scale):
-            softmax = softmax_of(logits, wide, labels_TK[rows], part, with_entropy)
-            predictions.view(-1, 1)[rows], logprobs.view_as(labels_TK)[rows] = softmax.predicted, softmax.logprob
+        predictions = torch.empty_like(labels)
+        logprobs = torch.empty_like(labels, dtype=torch.float32)
+        entropies = torch.empty_like(labels, dtype=torch.float32)
+        shares = None if part is None else hidden_TD.new_empty(len(labels_T1), 1, dtype=torch.float32)
+        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, chunk_tokens, scale):
+            softmax = _softmax_of(logits, wide, labels_T1[rows], part, with_entropy)
+            predictions.view(-1, 1)[rows] = softmax.predicted
+            logprobs.view(-1, 1)[rows] = softmax.logprob
             if shares is not None and softmax.share is not None:
                 shares[rows] = softmax.share
             if softmax.entropy is not None:
                 entropies.view(-1, 1)[rows] = softmax.entropy
         logprobs.masked_fill_(labels == IGNORE, 0.0)
-        entropies.masked_fill_((labels_TK[:, 0] == IGNORE).view_as(entropies), 0.0)
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_TK, shares, entropies if with_entropy else None)
-        ctx.part, ctx.chunk_tokens, ctx.scale = part, chunk_tokens, scale
+        entropies.masked_fill_(labels == IGNORE, 0.0)
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T1, shares, entropies if with_entropy else None)
+        ctx.part = part
+        ctx.chunk_tokens = chunk_tokens
+        ctx.scale = scale
         ctx.mark_non_differentiable(predictions)
         ctx.set_materialize_grads(False)
         return logprobs, entropies if with_entropy else None, predictions
@@ -207,62 +216,63 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _):
-        hidden_TD, weight_VD, labels_TK, shares, entropies = ctx.saved_tensors
-        is_target = labels_TK != IGNORE
+        hidden_TD, weight_VD, labels_T1, shares, entropies = ctx.saved_tensors
+        is_target = labels_T1 != IGNORE
         # The logits carry the factor `scale`; its derivative goes into the factors per token.
-        of_logprob, of_entropy = (
-            None if grad is None else grad.reshape(mask.shape).where(mask, 0) * ctx.scale
-            for grad, mask in ((grad_logprobs, is_target), (grad_entropies, is_target[:, :1]))
+        logprob_factor, entropy_factor = (
+            None if grad is None else grad.reshape(-1, 1).where(is_target, 0) * ctx.scale
+            for grad in (grad_logprobs, grad_entropies)
         )
-        of_logprob = torch.zeros_like(is_target, dtype=torch.float32) if of_logprob is None else of_logprob
-        gradients = _Gradients(hidden_TD, weight_VD, labels_TK, ctx.needs_input_grad)
-        for rows, logits, wide in logit_chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
+        logprob_factor = torch.zeros_like(is_target, dtype=torch.float32) if logprob_factor is None else logprob_factor
+        gradients = _Gradients(hidden_TD, weight_VD, labels_T1, ctx.needs_input_grad)
+        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
             grad_logits = torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
             if shares is not None:
                 grad_logits.mul_(shares[rows])
-            factor = of_logprob[rows].sum(1, keepdim=True)
-            if of_entropy is None:
+            factor = logprob_factor[rows]
+            if entropy_factor is None:
                 grad_logits.mul_(-factor)
             else:  # d entropy / d logit = -p (log p + entropy)
-                surprise = torch.special.entr(grad_logits).mul_(of_entropy[rows])
-                grad_logits.mul_(-factor - of_entropy[rows] * entropies.view(-1, 1)[rows]).add_(surprise)
+                surprise = torch.special.entr(grad_logits).mul_(entropy_factor[rows])
+                grad_logits.mul_(-factor - entropy_factor[rows] * entropies.view(-1, 1)[rows]).add_(surprise)
                 del surprise  # free it before the next chunk allocates its own
-            _add_at_labels(grad_logits, labels_TK[rows], ctx.part, of_logprob[rows])
+            _add_at_labels(grad_logits, labels_T1[rows], ctx.part, factor)
             gradients.add(rows, logits.copy_(grad_logits))
         return *gradients.finish(), None, None, None, None, None
 
 
-def rows_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Flatten to [T, D], and detach without autograd: custom functions compute gradients in forward regardless."""
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return (hidden, weight) if torch.is_grad_enabled() else (hidden.detach(), weight.detach())
 
 
-def chunk_tokens_of(weight: Tensor) -> int:
-    """Tokens per chunk of logits where a caller asks for no other number."""
+def _chunk_tokens_of(weight: Tensor) -> int:
+    """Return the default number of tokens per chunk of logits."""
     return loss_chunk_tokens(is_trained=torch.is_grad_enabled() and weight.requires_grad, device=weight.device.type)
 
 
 def summed_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None = None, chunk_tokens: int | None = None
 ) -> HeadOutput:
-    """Fast form: sum over labels of -log softmax(hidden @ weight.T)[label], with gradients computed in forward.
+    """Sum -log softmax(hidden @ weight.T)[label] over the labels, with gradients computed in forward: the fast form.
 
     Args:
         hidden: [..., D]; with ``part`` [B, S, D], equal on all its ranks.
         weight: [V, D], or this rank's rows of it.
         labels: int64 [...], `IGNORE` without a target; equal on all ranks.
         part: None if `weight` is the whole vocabulary. Otherwise collective: each rank returns the sum over its own
-            part of the sequence, so that the ranks add up to the whole. Gradients are those of the whole sum; the
-            gradient of `hidden` is this rank's summand of it.
-        chunk_tokens: tokens per chunk of logits. None: as `loss_chunk_tokens` says.
+            part of the sequence, so that the results of the ranks add up to the loss. The gradient of `weight` is that
+            of the total loss; the gradient of `hidden` is this rank's summand of it.
+        chunk_tokens: tokens per chunk of logits. None: default of `loss_chunk_tokens`.
     """
-    is_counted, chunk_tokens = labels != IGNORE, chunk_tokens or chunk_tokens_of(weight)
+    is_counted = labels != IGNORE
+    chunk_tokens = chunk_tokens or _chunk_tokens_of(weight)
     if part is not None:
         for other in {*range(part.ranks)} - {part.rank}:
             is_counted.chunk(part.ranks, dim=1)[other].fill_(False)
     loss, predictions = _SummedLoss.apply(
-        *rows_of(hidden, weight), labels.reshape(-1, 1), is_counted.reshape(-1, 1), part, chunk_tokens
+        *_rows_of(hidden, weight), labels.reshape(-1, 1), is_counted.reshape(-1, 1), part, chunk_tokens
     )
     return HeadOutput(predictions.view_as(labels), loss=loss)
 
@@ -277,21 +287,16 @@ def token_logprobs(
     entropy: bool = False,
     temperature: float = 1.0,
 ) -> HeadOutput:
-    """Form for objectives that weigh tokens: log softmax(hidden @ weight.T / temperature)[label] of each label, and on
-    request the entropy of that distribution. Both are differentiable.
+    """Compute log softmax(hidden @ weight.T / temperature)[label] of each label, and on request the entropy of that
+    distribution: the form for objectives that weight tokens. Both are differentiable.
 
-    Arguments are those of `summed_loss`; labels [B, K, S] are K of each position, of which the first one says if it has
-    a target. With ``part``, collective: all its ranks get the values of the whole sequence and must compute the same
-    objective from them, so that its gradient counts once.
+    Arguments are as in `summed_loss`. With ``part``, collective: all its ranks get the values of the whole sequence
+    and must compute the same objective from them, so that its gradient counts once.
     """
     # The gradient of the entropy needs a second tensor as large as the logits.
-    chunk_tokens = chunk_tokens or chunk_tokens_of(weight)
+    chunk_tokens = chunk_tokens or _chunk_tokens_of(weight)
     chunk_tokens = -(-chunk_tokens // 2) if entropy else chunk_tokens
-    has_several = labels.dim() == hidden.dim()
-    given = labels.transpose(1, 2) if has_several else labels
     logprobs, entropies, predictions = _TokenLogprobs.apply(
-        *rows_of(hidden, weight), given.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy
+        *_rows_of(hidden, weight), labels.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy
     )
-    if has_several:
-        logprobs = logprobs.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return HeadOutput(predictions.view(given.shape[: hidden.dim() - 1]), logprobs=logprobs, entropy=entropies)
+    return HeadOutput(predictions, logprobs=logprobs, entropy=entropies)

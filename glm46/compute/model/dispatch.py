@@ -1,6 +1,6 @@
 """Token dispatch to experts and back on one device. Expert parallelism replaces the dispatcher."""
 
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -8,33 +8,65 @@ from torch import Tensor
 
 from glm46.compute.model.router import Routing
 
+Sent = TypeVar("Sent")
+"""Tokens in transit to their experts, by dispatcher."""
+Results = TypeVar("Results", contravariant=True)
+"""What the experts return: [N, D], or what an overlap returned."""
+Way = TypeVar("Way")
+"""What a dispatcher needs to bring results back to their tokens."""
 
-class TokenDispatcher(Protocol):
+
+class ArrivedRows(NamedTuple):
+    """Rows for the experts of this rank, sorted by expert."""
+
+    x_ND: Tensor
+    """[N, D]. The results of rows past the last offset are not read."""
+    weights_N: Tensor
+    """FP32 [N]: routing weights."""
+    offsets: Tensor
+    """int32 [E]: running sum of the rows of each expert."""
+
+
+class ExpertProducts(Protocol):
+    """The two halves of the experts; see `Experts`."""
+
+    def first_product(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
+        """Return the gate and up rows, [N, 2F]."""
+
+    def second_product(self, gate_up: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
+        """Return the results, [N, D]."""
+
+
+class ChunkSchedule(Protocol):
+    """Computes the experts on several chunks of tokens, each while others travel."""
+
+    def compute(self, experts: ExpertProducts, rows: ArrivedRows) -> tuple[NamedTuple, ...]:
+        """Compute all chunks; ``rows`` is the first one. Returns what `TokenDispatcher.combine` takes as results."""
+
+
+class TokenDispatcher(Protocol[Sent, Results, Way]):
     """Moves tokens to the ranks of their experts and back."""
 
     multiple: int
-    """The rows of each expert are padded to a multiple of this, which FP8 products need; 1 does not pad."""
+    """Number to a multiple of which the rows of each expert are padded, for FP8 products; 1 does not pad."""
 
-    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Sent:
         """Start sending each token to its experts. Work done before `arrived` overlaps with the exchange."""
 
-    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, context of `combine`. The
-        results of rows past the last offset are not read."""
+    def arrived(self, sent: Sent) -> tuple[ArrivedRows, Way, ChunkSchedule | None]:
+        """Return the received rows, their way back, and an overlap if other tokens are still in transit."""
 
-    def rest(self, context: Any) -> tuple:
-        """Further arguments of the experts, if some tokens are still on their way; see `Experts.forward`."""
-
-    def combine(self, y: Any, context: Any) -> Tensor:
-        """Sum of each token's expert results, [T, D]; ``y`` is what the experts returned."""
+    def combine(self, results: Results, way: Way) -> Tensor:
+        """Sum the expert results of each token, [T, D]."""
 
 
 class Copy(torch.autograd.Function):
     """Row n of the result is row ``row_N[n]``. Backward sums the copies of a row in a fixed order, in FP32, and rounds
     once; the built-in backward of indexing uses atomics on a GPU, whose order varies.
 
-    The places of each row are ``place``: [T, A], those past the last row of the result being of dropped assignments;
-    or, beginning at ``first_R``, those of row 0, then those of row 1; or [T], one of each row that counts.
+    ``place`` holds the places of each row in the result, in one of three forms: [T, A], where places past the last row
+    of the result are dropped assignments; with ``first_R``, concatenated lists, the list of row r beginning at
+    ``first_R[r]``; or [T], a single place per row.
     """
 
     @staticmethod
@@ -48,12 +80,12 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """Transpose of `Copy`: sums the rows at the places of each."""
+    """Transpose of `Copy`: row r of the result is the sum of the rows at its places."""
 
     @staticmethod
     def forward(ctx, y: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
-        # Not a saved tensor: a recomputation stops at the last saved tensor, and so before the exchange with other
-        # ranks. This keeps one index per assignment under activation checkpointing.
+        # Not `save_for_backward`: a recomputation stops at the last saved tensor, which is then before the exchange
+        # with other ranks. The cost is one index per assignment kept under activation checkpointing.
         ctx.row_N = row_N
         return _sum_copies(y, place, first_R)
 
@@ -71,12 +103,31 @@ def _sum_copies(y_ND: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
         return y_ND.index_select(0, place)
     if torch.compiler.is_compiling():  # one kernel with the addition that follows; `embedding_bag` is always its own
         return y_ND[place].sum(1)
-    if len(y_ND) >= place.numel():  # none is dropped
+    if len(y_ND) >= place.numel():  # no assignment is dropped
         return F.embedding_bag(place, y_ND, mode="sum")
     if len(y_ND) == 0:
         return y_ND.new_zeros(len(place), y_ND.shape[1])
     is_kept_TA = (place < len(y_ND)).to(y_ND.dtype)
     return F.embedding_bag(place.clamp(max=len(y_ND) - 1), y_ND, per_sample_weights=is_kept_TA, mode="sum")
+
+
+class Copies(NamedTuple):
+    """Rows that are each copied to some of N places; see `Copy`."""
+
+    row_N: Tensor
+    """int64: the row at each place."""
+    place: Tensor
+    """int64: the places of each row, without places of padding."""
+    first_R: Tensor | None = None
+    """int64: where the places of each row begin in `place`, if it is a list."""
+
+    def copy_rows(self, x: Tensor) -> Tensor:
+        """Copy each row to its places."""
+        return Copy.apply(x, *self)
+
+    def sum_rows(self, y: Tensor) -> Tensor:
+        """Sum the places of each row."""
+        return Sum.apply(y, *self)
 
 
 class LocalDispatcher:
@@ -85,31 +136,31 @@ class LocalDispatcher:
     def __init__(self):
         self.multiple = 1
 
-    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[ArrivedRows, Copies]:
         """See `TokenDispatcher.start`; sends nothing."""
         T, A = routing.experts.shape
         order_N, place_N, sizes_E = sort_assignments(routing.experts.flatten(), num_experts)
-        token_N, place_TA = order_N // A, place_N.view(T, A)
-        weights_N, offsets = routing.weights.flatten()[order_N], sizes_E.cumsum(0).to(torch.int32)
+        token_N = order_N // A
+        place_TA = place_N.view(T, A)
+        weights_N = routing.weights.flatten()[order_N]
+        offsets = sizes_E.cumsum(0).to(torch.int32)
         if self.multiple > 1:
             row_P, place_N, offsets = pad_groups(len(token_N), offsets, self.multiple)
             weights_N = pad_weights(weights_N, place_N, len(row_P))
-            token_N, place_TA = token_N[row_P], place_N[place_TA]
+            token_N = token_N[row_P]
+            place_TA = place_N[place_TA]
         # Dropped assignments are rows of weight 0 here.
-        x_ND = Copy.apply(x_TD, token_N, place_TA, None)
-        return x_ND, weights_N, offsets, (token_N, place_TA)
+        copies = Copies(token_N, place_TA)
+        return ArrivedRows(copies.copy_rows(x_TD), weights_N, offsets), copies
 
-    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def arrived(self, sent: tuple[ArrivedRows, Copies]) -> tuple[ArrivedRows, Copies, None]:
         """See `TokenDispatcher.arrived`; here N = T * A, without padding, and offsets covers all experts."""
-        return pending
+        rows, copies = sent
+        return rows, copies, None
 
-    def rest(self, context: Any) -> tuple:
-        """See `TokenDispatcher.rest`: none."""
-        return ()
-
-    def combine(self, y: Any, context: Any) -> Tensor:
+    def combine(self, results: Tensor, way: Copies) -> Tensor:
         """See `TokenDispatcher.combine`."""
-        return Sum.apply(y, *context, None)
+        return way.sum_rows(results)
 
 
 def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +170,7 @@ def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         int64: the assignment at each place of the sorted order [N], the place of each assignment [N], and the number of
         assignments per expert [E].
     """
-    # A GPU sorts by radix, in a pass for each byte of a key.
+    # Short keys are faster: a GPU uses radix sort, with a pass for each byte of a key.
     keys_N = expert_N.to(torch.int16) if num_experts <= torch.iinfo(torch.int16).max + 1 else expert_N
     order_N = keys_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -128,10 +179,10 @@ def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
+    """Pad each group of rows to a multiple of ``multiple``, without waiting for the device to read the sizes.
 
-    Padding repeats the last row of its group, so that no largest element of a group changes by it. Empty groups stay
-    empty, which GPU kernels take as long as there is a row in all.
+    Padding repeats the last row of its group, so that the maximum of a group does not change. Empty groups stay
+    empty; GPU kernels accept them as long as there is at least one row in total.
 
     Args:
         rows: number of rows, all of them in a group.
@@ -141,7 +192,8 @@ def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tenso
         int64 [P], a multiple of ``multiple`` that is at least the sum of the padded sizes: the row at each place; int64
         [N]: the place of each row; int32 [E]: running sum of the padded sizes.
     """
-    groups, device = len(offsets), offsets.device
+    groups = len(offsets)
+    device = offsets.device
     row_N = torch.arange(rows, device=device)
     if not rows:
         return row_N, row_N, offsets.to(torch.int32)
@@ -158,6 +210,6 @@ def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tenso
 
 
 def pad_weights(weights_N: Tensor, place_N: Tensor, places: int) -> Tensor:
-    """The weight at each of the places of `pad_groups`; that of padding is 0, and has no gradient. So padding adds
-    nothing to the gradients of the experts, although `combine` hands it the gradient of the row that it repeats."""
+    """Return the weight at each place of `pad_groups`; padding has weight 0, without gradient. So padding adds nothing
+    to the gradients of the experts, although `combine` passes it the gradient of the row that it repeats."""
     return weights_N.new_zeros(places).index_copy(0, place_N, weights_N)

@@ -1,12 +1,13 @@
 """All experts of a layer as two stacked matrices, applied to tokens sorted by expert."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46 import compat
+from glm46.compute.model.dispatch import ArrivedRows, ChunkSchedule
 from glm46.compute.model.layers import local_weight
 from glm46.config.model import ModelShape
 
@@ -35,7 +36,7 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("glm46::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """For each group of rows, ``x_group.T @ y_group``: the weight gradient of `grouped_mm`.
+    """Compute ``x_group.T @ y_group`` for each group of rows: the weight gradient of `grouped_mm`.
 
     Args:
         x: [N, I]; y: [N, O]; offsets: int32 [E].
@@ -60,7 +61,7 @@ def _grouped_mm_backward(ctx, grad):
     x, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # grouped_mm rejects the strides of an expanded gradient
     grad_x = grouped_mm(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    # As [E, O, I] first: the weight is stored so, and its gradient must be contiguous.
+    # Computed as [E, O, I], like the stored weight, so that its gradient is contiguous.
     grad_weight = grouped_outer(grad, x, offsets).transpose(1, 2) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight, None
 
@@ -96,7 +97,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def weighted_swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
-    """``silu(gate) * up * weight`` of rows [N, 2F], the gate first, with a weight for each row, FP32 [N].
+    """Compute ``silu(gate) * up * weight`` of rows [N, 2F], the gate first, with a weight for each row, FP32 [N].
 
     Returns:
         [N, F] in the dtype of `gate_up`.
@@ -112,42 +113,50 @@ class Experts(nn.Module):
 
     def __init__(self, shape: ModelShape):
         super().__init__()
-        E, D, width = shape.n_routed_experts, shape.hidden_size, shape.moe_intermediate_size
+        E = shape.n_routed_experts
+        D = shape.hidden_size
+        width = shape.moe_intermediate_size
         self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
         self.down = nn.Parameter(torch.empty(E, D, width))
         self.forms: dict[str, tuple[Tensor, ...]] = {}
-        """Forms of each weight that `product` reuses until the weight changes, by the name of the weight."""
+        """Converted forms of each weight, by its name, which `product` reuses until the weight changes."""
 
     def forward(
-        self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor, chunks: Any = None, in_flight: Any = None
-    ) -> Any:
+        self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor, overlap: ChunkSchedule | None = None
+    ) -> Tensor | tuple[NamedTuple, ...]:
         """Apply expert e to rows [offsets[e-1], offsets[e]) and scale each row by its routing weight.
 
         Args:
             x_ND: N assignments sorted by expert, [N, D].
-            weights_N: FP32 [N]. They multiply the hidden of width F, not the result of width D: F is smaller, and the
-                exchange back to the token's rank does not carry them.
+            weights_N: FP32 [N].
             offsets: int32 [E].
-            chunks: moves the rows that are still on their way, and calls this function for them: in this call, so that
-                FSDP2 gathers weights once, and with their tensors in ``in_flight``, so that FSDP2 reduces gradients
-                when those of all of them are there.
+            overlap: computes these rows, and those still in transit. It runs inside this call, so that FSDP2 gathers
+                weights once; it holds the tensors in transit, so that FSDP2 reduces gradients only after the gradients
+                of all chunks are complete.
 
         Returns:
-            [N, D], dtype of `x_ND`; or what ``chunks`` returns.
+            [N, D], dtype of `x_ND`; or what ``overlap`` returns.
         """
-        gate_up = self.project("gate_up", x_ND, offsets)
-        if chunks is not None:
-            in_flight = chunks.halfway(in_flight)
-        y_ND = self.project("down", weighted_swiglu(gate_up, weights_N), offsets)
-        return y_ND if chunks is None else chunks.proceed(y_ND, in_flight, self.forward)
+        if overlap is not None:
+            return overlap.compute(self, ArrivedRows(x_ND, weights_N, offsets))
+        return self.second_product(self.first_product(x_ND, offsets), weights_N, offsets)
+
+    def first_product(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
+        """Return the gate and up rows, [N, 2F]."""
+        return self.project("gate_up", x_ND, offsets)
+
+    def second_product(self, gate_up: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
+        """Return the results, [N, D]. The routing weights multiply the hidden rows of width F, not the results of width
+        D: F is smaller, and the exchange back to the token's rank does not carry them."""
+        return self.project("down", weighted_swiglu(gate_up, weights_N), offsets)
 
     def project(self, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
-        """`product` with the weight of this name. Adapters, which differ by weight, replace this attribute."""
+        """Call `product` with the weight of this name. Adapters, which differ by weight, replace this attribute."""
         return self.product(x_NI, local_weight(getattr(self, name)), offsets, *self.forms.get(name, ()))
 
     @staticmethod
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, *_forms: Tensor) -> Tensor:
-        """Rows [offsets[e-1], offsets[e]) times the transpose of ``weight_EOI[e]``, [N, O].
+        """Multiply rows [offsets[e-1], offsets[e]) by the transpose of ``weight_EOI[e]``; [N, O].
 
         The only product of `project` with a weight. To compute it differently, set this attribute on a module.
         """

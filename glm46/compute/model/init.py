@@ -18,7 +18,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def signed(value: int) -> int:
-    """The int64 with the lowest 64 bits of an integer: torch has no arithmetic on unsigned 64-bit integers."""
+    """Return the int64 with the lowest 64 bits of an integer: torch has no arithmetic on unsigned 64-bit integers."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -28,7 +28,7 @@ _MIX_2 = signed(0x94D049BB133111EB)
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift; the built-in one copies the sign bit."""
+    """Shift right logically; the built-in operator copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -40,14 +40,14 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def _uniform_bits(seed: int, name: str, index: Tensor) -> Tensor:
-    """Two independent 32-bit numbers for the given elements of a parameter, as one int64."""
+    """Generate two independent 32-bit numbers for the given elements of a parameter, as one int64."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     bits = mixed((index + signed(int.from_bytes(digest, "little"))) * GAMMA)
     return mixed(bits * GAMMA)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
 
 
 def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
-    """Standard normal numbers for the given elements of a parameter.
+    """Generate standard normal numbers for the given elements of a parameter.
 
     Args:
         index: int64, any shape: flat indices into the whole parameter.
@@ -62,7 +62,7 @@ def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
 
 
 def uniform_at(seed: int, name: str, index: Tensor) -> Tensor:
-    """Numbers uniform in [-1, 1), FP32; arguments of `normal_at`."""
+    """Generate numbers uniform in [-1, 1), FP32; arguments as in `normal_at`."""
     return (shift_right(_uniform_bits(seed, name, index), 32).double() * 2.0**-31 - 1.0).float()
 
 
@@ -70,14 +70,15 @@ def uniform_at(seed: int, name: str, index: Tensor) -> Tensor:
 def fill_normal(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Fill a part of a parameter with N(0, std); arguments of `fill_parameter`."""
+    """Fill a part of a parameter with N(0, std); arguments as in `fill_parameter`."""
     _fill_random(local, indices, global_shape, lambda index: normal_at(seed, name, index) * std)
 
 
 def _fill_random(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], values: Callable[[Tensor], Tensor]
 ) -> None:
-    places, stride = list[Tensor](), 1
+    places = list[Tensor]()
+    stride = 1
     for dim in reversed(range(len(global_shape))):
         places.insert(0, indices[dim].to(local.device) * stride)
         stride *= global_shape[dim]
@@ -106,12 +107,12 @@ def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Te
 def fill_parameter(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], *, seed: int, name: str, std: float
 ) -> None:
-    """Fill in the initial value of a parameter or buffer of the model, as its row in `run/parameters.py` says.
+    """Fill in the initial value of a parameter or buffer of the model, defined by its row in `run/parameters.py`.
 
     Args:
-        local: this rank's part of it, any strides.
-        indices: for each dimension of `local`, int64 [its size]: the global indices that it holds.
-        std: of normal values.
+        local: this rank's part of the parameter, any strides.
+        indices: for each dimension of `local`, int64 [size]: the global indices that it holds.
+        std: standard deviation of normal values.
     """
     initial = find_parameter(name).initial
     if initial == "ones":

@@ -1,7 +1,7 @@
-"""Multi-head latent attention of GLM-4.7-Flash: all keys and values of a token are made from one short row.
+"""Multi-head latent attention of GLM-4.7-Flash: all keys and values of a token are computed from one short row.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; names and order of the numbers as in `transformers`.
-Shape letters beside those of `layers.py`: L = kv_lora_rank, R = qk_rope_head_dim, N = qk_nope_head_dim; C = N + R.
+Shape letters in addition to `layers.py`: L = kv_lora_rank, R = qk_rope_head_dim, N = qk_nope_head_dim; C = N + R.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Rows [B, S, 1, L + R] -> keys and values of this rank's heads, [B, S, H, C] each."""
 
 LatentCore = Callable[[Tensor, Tensor, Expand, AttentionLayout | None], Tensor]
-"""(q [B, S, H, C], rows [B, S, 1, L + R], expand, layout) -> [B, S, H, C]. What passes between ranks, or stays in a
-cache, is the rows."""
+"""(q [B, S, H, C], rows [B, S, 1, L + R], expand, layout) -> [B, S, H, C]. Ranks exchange, and caches store, the
+rows, not keys and values."""
 
 
 def attend_expanded(q_BSHC: Tensor, rows: Tensor, expand: Expand, layout: AttentionLayout | None) -> Tensor:
-    """`attend` to the keys and values of the rows; a `LatentCore`."""
+    """Call `attend` with the keys and values of the rows; a `LatentCore`."""
     return attend(q_BSHC, *expand(rows), layout)
 
 
@@ -37,16 +37,19 @@ class LatentAttention(nn.Module):
     def __init__(self, shape: ModelShape):
         super().__init__()
         assert shape.q_lora_rank and shape.kv_lora_rank and shape.qk_nope_head_dim and shape.qk_rope_head_dim
-        self.head_dim, self.key_part = shape.head_dim, shape.qk_nope_head_dim
-        self.rank, self.rotated = shape.kv_lora_rank, shape.qk_rope_head_dim
-        width, made = shape.num_attention_heads * shape.head_dim, shape.qk_nope_head_dim + shape.head_dim
+        self.head_dim = shape.head_dim
+        self.key_part = shape.qk_nope_head_dim
+        self.rank = shape.kv_lora_rank
+        self.rotated = shape.qk_rope_head_dim
+        width = shape.num_attention_heads * shape.head_dim
+        expanded_width = shape.qk_nope_head_dim + shape.head_dim
         self.q_a_proj = Linear(shape.hidden_size, shape.q_lora_rank, bias=False)
-        # transformers builds both norms with an epsilon of its own, 1e-6; servers and other trainers use config.json's.
+        # transformers uses epsilon 1e-6 for both norms; servers and other trainers use the one of config.json.
         self.q_a_layernorm = RMSNorm(shape.q_lora_rank, shape.rms_norm_eps)
         self.q_b_proj = Linear(shape.q_lora_rank, width, bias=False)
         self.kv_a_proj_with_mqa = Linear(shape.hidden_size, shape.latent_width, bias=False)
         self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, shape.rms_norm_eps)
-        self.kv_b_proj = Linear(shape.kv_lora_rank, shape.num_attention_heads * made, bias=False)
+        self.kv_b_proj = Linear(shape.kv_lora_rank, shape.num_attention_heads * expanded_width, bias=False)
         self.o_proj = Linear(width, shape.hidden_size, bias=False)
         self.core: LatentCore = attend_expanded
 
@@ -61,8 +64,8 @@ class LatentAttention(nn.Module):
         return self.o_proj(out.reshape(B, S, -1))
 
     def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's heads, an `Expand`; all heads have the same rotated part of a key."""
-        latent, key = rows.tensor_split([self.rank], dim=-1)
-        made = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (-1, self.key_part + self.head_dim))
-        part, values = made.tensor_split([self.key_part], dim=-1)
-        return torch.cat([part, key.expand(-1, -1, made.shape[2], -1)], dim=-1), values.contiguous()
+        """Compute keys and values of this rank's heads, an `Expand`; all heads share the rotated part of a key."""
+        latent, rotated = rows.tensor_split([self.rank], dim=-1)
+        expanded = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (-1, self.key_part + self.head_dim))
+        unrotated, values = expanded.tensor_split([self.key_part], dim=-1)
+        return torch.cat([unrotated, rotated.expand(-1, -1, expanded.shape[2], -1)], dim=-1), values.contiguous()

@@ -1,6 +1,6 @@
 """Layers that all parts of the model share: Linear, RMSNorm and the SwiGLU feed-forward network.
 
-Shape letters, here and in every file of this room:
+Shape letters, in every file of this package:
     B = sequences, S = tokens per sequence, T = B * S tokens, D = hidden_size, H = query heads, K = key/value heads,
     C = head_dim, E = routed experts, A = num_experts_per_tok (experts a token activates), F = FFN width, V = vocab_size
 """
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def local_weight(weight: Tensor) -> Tensor:
-    """This rank's part of a weight as a plain tensor, with gradient; the weight itself if it is not a DTensor.
+    """Return this rank's part of a weight as a plain tensor, with gradient; a weight that is not a DTensor unchanged.
 
     The only code of the model that handles sharding: layers compute on plain tensors. Ranks with a replicated weight
     see different tokens (tensor parallelism splits the sequence where it does not split the weight), so its local
@@ -33,7 +33,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ weight.T + bias`` of plain tensors.
+        """Compute ``x @ weight.T + bias`` of plain tensors.
 
         The only product of `forward` with the weight. To compute it differently, set this attribute on a module.
         """
@@ -56,9 +56,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, same shape and dtype as both."""
+    """Compute ``silu(gate) * up``, same shape and dtype as both."""
     if torch.compiler.is_compiling():
-        # The compiler recomputes silu by itself. For a Function that overwrites what it returns, torch 2.11 compiles
+        # The compiler recomputes silu by itself. For a Function that modifies its result in place, torch 2.11 compiles
         # wrong gradients, without an error.
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up)

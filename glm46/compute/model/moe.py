@@ -24,15 +24,15 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, is_real: Tensor | None, options: RoutingOptions, routes: Tensor | None = None
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D]; further arguments as of `Router.forward`. Also return the statistics of the
-        routing, None if `options` turns them off."""
+        """Map [B, S, D] to [B, S, D]; further arguments as in `Router.forward`. Also return the routing statistics,
+        None if `options` turns them off."""
         routing = self.router(x, is_real, options, routes)
         x_TD = x.reshape(-1, x.shape[-1])
-        pending = self.dispatcher.start(x_TD, routing, self.num_experts)
-        # Computed while tokens travel, in backward too. It must come before the experts: a recomputation of this layer
+        sent = self.dispatcher.start(x_TD, routing, self.num_experts)
+        # Computed during the exchange, in backward too. It must come before the experts: a recomputation of this layer
         # stops at the last tensor that backward needs, and must not reach the exchange after the experts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
-        x_ND, weights_N, offsets, context = self.dispatcher.arrived(pending)
-        results = self.experts(x_ND, weights_N, offsets, *self.dispatcher.rest(context))
-        y = self.dispatcher.combine(results, context).view_as(x)
+        rows, way, overlap = self.dispatcher.arrived(sent)
+        results = self.experts(*rows, overlap)
+        y = self.dispatcher.combine(results, way).view_as(x)
         return (y if shared is None else y + shared), routing.statistics

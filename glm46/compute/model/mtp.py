@@ -1,4 +1,4 @@
-"""Multi-token prediction: each depth is a decoder layer that predicts one token further ahead than the one before."""
+"""Multi-token prediction: each depth is a decoder layer that predicts one token further ahead than the previous one."""
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,8 @@ class MTPLayer(nn.Module):
 
 
 def draft_places(mtp_labels: Tensor) -> Tensor:
-    """Places to compare a prediction depth with the main model: bool [K, B, S] of labels int64 [B, K, S]. Depth k
-    has a target at i, and i + k is inside the row."""
+    """Mark the places where a prediction depth can be compared with the main model: bool [K, B, S] from labels int64
+    [B, K, S]. At such a place i, depth k has a target, and i + k is inside the row."""
     places = (mtp_labels != IGNORE).transpose(0, 1)
     for k in range(1, len(places) + 1):
         places[k - 1, :, -k:] = False
@@ -55,11 +55,11 @@ def draft_places(mtp_labels: Tensor) -> Tensor:
 
 
 def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
-    """Places where a prediction depth agrees with the main model.
+    """Mark the places where a prediction depth agrees with the main model.
 
     Args:
         predictions: int64 [1 + K, B, S], `LossSums.predictions`.
-        mtp_labels: int64 [B, K, S], or of more depths.
+        mtp_labels: int64 [B, K, S]; may have more depths.
 
     Returns:
         bool [K, B, S]: the `draft_places` i where the prediction of depth k equals the main model's most likely token

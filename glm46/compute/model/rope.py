@@ -1,5 +1,5 @@
-"""Rotary position embedding on the leading part of each head (GPT-NeoX halves, not interleaved pairs), and on that of
-latent attention, where pairs are neighbours."""
+"""Rotary position embedding on the leading part of each head (GPT-NeoX halves, not interleaved pairs), and on the
+rotated part of latent attention, where pairs are neighbours."""
 
 import math
 
@@ -10,12 +10,12 @@ from glm46.config.model import ModelShape, RopeScalingConfig
 
 
 def rotary_dim(shape: ModelShape) -> int:
-    """Number of rotated dimensions, the first ones of each head; of latent attention the last ones."""
+    """Return the number of rotated dimensions: the first of each head; the last in latent attention."""
     return shape.qk_rope_head_dim or int(shape.head_dim * shape.partial_rotary_factor)
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> tuple[Tensor, float]:
-    """Angular step per position of each rotated pair.
+    """Compute the angular step per position of each rotated pair.
 
     Returns:
         FP32 frequencies [rotary_dim / 2], and the factor on cosine and sine (1 except for YaRN).
@@ -37,7 +37,8 @@ def inverse_frequencies(shape: ModelShape, device: torch.device) -> tuple[Tensor
 
 
 def _yarn_ramp(scaling: RopeScalingConfig, dim: int, theta: float, device: torch.device) -> Tensor:
-    """Weight of the original frequency, [dim / 2]: 1 = unchanged, 0 = fully interpolated, linear in between."""
+    """Compute the weight of the original frequency, [dim / 2]: 1 = unchanged, 0 = fully interpolated, linear in
+    between."""
 
     def pair_that_turns(turns: float) -> float:
         positions = scaling.original_max_position_embeddings
@@ -52,7 +53,7 @@ def _yarn_ramp(scaling: RopeScalingConfig, dim: int, theta: float, device: torch
 
 
 def rotary_tables(positions: Tensor, shape: ModelShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position, [B, S, 1, rotary_dim / 2] in `dtype`.
+    """Compute cosine and sine of every position, [B, S, 1, rotary_dim / 2] in `dtype`.
 
     Angles are FP32. The tables are cast to the dtype of the activations before use, as in `transformers`.
 
@@ -80,7 +81,8 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
     # One copy, changed in place: concatenating three parts would write everything twice.
     out = x.clone()
     out[..., :half].mul_(cos).addcmul_(second, sin, value=-direction)
@@ -90,12 +92,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the leading part of each head of `x` [B, S, heads, C]; the rest is unchanged."""
-    if not torch.is_grad_enabled():  # the start of a Function takes as long as the rotation of a few tokens
+    if not torch.is_grad_enabled():  # starting a Function takes as long as rotating a few tokens
         return _rotated(x, *tables, 1.0)
     return _Rotate.apply(x, *tables)
 
 
 def rotate_pairs(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate neighbours of `x` [B, S, heads, rotary_dim]. The first ones of all pairs are the first half of the result,
-    as in `transformers`; scores of queries and keys do not depend on the order."""
+    """Rotate pairs of neighbours of `x` [B, S, heads, rotary_dim]. The first elements of all pairs become the first
+    half of the result, as in `transformers`; scores of queries and keys do not depend on the order."""
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), tables)

@@ -21,25 +21,25 @@ from glm46.run.function import is_gate
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Additions of training to GLM's routing. The defaults are GLM's inference behaviour."""
+    """Options that training adds to GLM's routing. The defaults are GLM's inference behaviour."""
 
     temperature: Tensor | None = None
     """FP32 scalar that divides the logits; a tensor, so that a schedule does not trigger recompilation. None is 1.
     `Transformer.routing` sets it."""
     capacity_factor: float | None = None
-    """Most tokens of an expert per call, relative to an even share. None: no limit."""
+    """Maximum tokens of an expert per call, relative to an even share. None: no limit."""
     balance_loss: bool = False
     """Compute the sequence-level balance loss."""
     z_loss: bool = False
     """Compute the router z-loss."""
     statistics: bool = True
-    """Return `RoutingStatistics`. Decoding needs none and saves their kernels."""
+    """Return `RoutingStatistics`. Decoding does not need them and skips their kernels."""
     record: bool = False
     """Return the chosen experts with the statistics."""
 
 
 class RoutingStatistics(NamedTuple):
-    """Statistics of one MoE layer and one call. Returned, never stored: a layer that is recomputed in backward must not
+    """Statistics of one MoE layer in one call. Returned, never stored: a layer that is recomputed in backward must not
     count its tokens twice."""
 
     aux_losses: Tensor
@@ -64,7 +64,8 @@ class Routing(NamedTuple):
 
 
 class _BF16Linear(torch.autograd.Function):
-    """``x @ weight.T`` in FP32 of BF16 tensors, whose products are exact in FP32, without an FP32 copy of x.
+    """``x @ weight.T`` of BF16 tensors with an FP32 result, without an FP32 copy of x. Products of BF16 numbers are
+    exact in FP32.
 
     Backward splits the FP32 gradient into two BF16 parts, whose sum differs from it by at most 2**-16 of each element.
     """
@@ -79,21 +80,23 @@ class _BF16Linear(torch.autograd.Function):
         x_TD, weight = ctx.saved_tensors
         high_TE = grad_TE.to(x_TD.dtype)
         low_TE = (grad_TE - high_TE).to(x_TD.dtype)
-        grad_TX, grad_weight = torch.cat([high_TE, low_TE], dim=1), None
-        if ctx.needs_input_grad[1]:  # not of a frozen router
+        grad_TX = torch.cat([high_TE, low_TE], dim=1)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # false for a frozen router
             grad_weight = compat.mm_in_fp32(grad_TX.t(), x_TD).unflatten(0, (2, -1)).sum(0).to(weight.dtype)
         return grad_TX @ torch.cat([weight, weight]), grad_weight
 
 
 def fp32_linear(x_TD: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in FP32, whatever the dtype of both."""
+    """Compute ``x @ weight.T`` in FP32, whatever the dtype of both."""
     if x_TD.dtype == weight.dtype == torch.bfloat16:
         return _BF16Linear.apply(x_TD, weight)
     return F.linear(x_TD.float(), weight.float())
 
 
 def folded(name: str, weight: Tensor, temperature: float) -> Tensor:
-    """A weight for readers that know no router temperature: a gate divided by it, in FP32, and any other as it is."""
+    """Fold the router temperature into a weight for readers without one: divide a gate by it, in FP32. Other weights
+    are returned unchanged."""
     return weight.float() / temperature if is_gate(name) and temperature != 1.0 else weight
 
 
@@ -106,7 +109,7 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.n_routed_experts, shape.hidden_size))
-        # Sums over the ranks that share a sequence. Context and tensor parallelism replace it.
+        # Sum over the ranks that share a sequence. Context and tensor parallelism replace it.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
         self.register_buffer("e_score_correction_bias", torch.zeros(shape.n_routed_experts, dtype=torch.float32))
 
@@ -118,7 +121,7 @@ class Router(nn.Module):
         Args:
             is_real: boolean [B, S], or None without padding.
             routes_BSA: of `route_type`: experts to use instead of the router's choice, see `compute/model/routes.py`.
-                Only the choice is replayed: the weights are those of the live scores, and so is the router's gradient.
+                Only the choice is replayed: weights and gradient of the router come from its current scores.
         """
         B, S, D = x_BSD.shape
         logits_TE = fp32_linear(x_BSD.reshape(B * S, D), local_weight(self.weight))
@@ -136,7 +139,7 @@ class Router(nn.Module):
         kept_TA = torch.ones_like(experts_TA, dtype=torch.bool)
         if is_real is not None:
             kept_TA = kept_TA & is_real.reshape(B * S, 1)
-        assigned = kept_TA.sum()
+        num_assigned = kept_TA.sum()
         if options.capacity_factor is not None:
             kept_TA = self._within_capacity(experts_TA, kept_TA, options.capacity_factor)
         if is_real is not None or options.capacity_factor is not None:
@@ -146,23 +149,23 @@ class Router(nn.Module):
         statistics = RoutingStatistics(
             aux_losses=self._aux_losses(logits_TE, scores_TE, is_real, (B, S), options),
             tokens_per_expert=_count(experts_TA, kept_TA, self.shape.n_routed_experts),
-            overflow=assigned - kept_TA.sum(),
+            overflow=num_assigned - kept_TA.sum(),
             routes=(experts_TA.view(B, S, -1).to(route_type(self.shape.n_routed_experts)) if options.record else None),
         )
         return Routing(weights_TA, experts_TA, statistics)
 
     @torch.no_grad()
     def select(self, choice_TE: Tensor) -> Tensor:
-        """The A best experts of each token; int64 [T, A]."""
+        """Select the A best experts of each token; int64 [T, A]."""
         return choice_TE.topk(self.shape.num_experts_per_tok, dim=-1).indices
 
     def _within_capacity(self, experts_TA: Tensor, kept_TA: Tensor, factor: float) -> Tensor:
-        """Mask of the kept assignments that are among the first `capacity` of their expert in token order."""
+        """Return a mask of the kept assignments that are among the first `capacity` of their expert in token order."""
         E = self.shape.n_routed_experts
         capacity = (kept_TA.sum() * factor / E).ceil()
-        # Sorted by expert, an assignment's place among those of its expert is its place less the expert's first one. A
-        # running sum over [T * A, E] would give the same, in T * A steps one after another on a GPU.
-        expert_N = experts_TA.masked_fill(~kept_TA, E).flatten()  # what is not kept takes no place
+        # Sorted by expert, the position of an assignment within its expert is its position minus the first one of the
+        # expert. A running sum over [T * A, E] would give the same, but in T * A sequential steps on a GPU.
+        expert_N = experts_TA.masked_fill(~kept_TA, E).flatten()  # dropped assignments count for no expert
         sorted_N, order_N = expert_N.to(torch.int16).sort(stable=True)
         first_N = torch.searchsorted(sorted_N, sorted_N)
         is_within_N = torch.arange(len(expert_N), device=expert_N.device) - first_N < capacity
@@ -196,7 +199,7 @@ class Router(nn.Module):
             chosen_BE, probability_BE, length_B1 = self.sum_over_ranks(sums_BX).split([E, E, 1], dim=1)
             length_B1 = length_B1.clamp(min=1.0)
             share_BE = chosen_BE * (E / self.shape.num_experts_per_tok) / length_B1
-            # Times the local tokens only: the ranks of a sequence add up to the whole.
+            # Times the local tokens only: the values of the ranks that share a sequence add up to its loss.
             balance = ((share_BE * probability_BE / length_B1).sum(1) * real_BS1.sum((1, 2))).sum()
         if options.z_loss:
             z = (logits_TE.logsumexp(-1).square().view(B, S, 1) * real_BS1).sum()
@@ -205,6 +208,6 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def _count(experts_TA: Tensor, kept_TA: Tensor, num_experts: int) -> Tensor:
-    """Kept assignments of each expert, int64 [E]. Integer sums are exact and equal on every device."""
+    """Count the kept assignments of each expert, int64 [E]. Integer sums are exact and equal on every device."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_TA.device)
     return counts.scatter_add_(0, experts_TA.flatten(), kept_TA.flatten().to(torch.int64))

@@ -1,4 +1,4 @@
-"""Squared norms of the rows of ``W + scale * B A``, which DoRA scales to its magnitudes."""
+"""Squared norms of the rows of ``W + scale * B A``, for DoRA, which scales the rows to its magnitudes."""
 
 from collections.abc import Callable
 from itertools import repeat
@@ -9,7 +9,7 @@ from torch import Tensor
 from glm46.compute.model.quantised_weights import columns_of, in_compute_type
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Elements of a weight that are in FP32 at a time."""
+"""Elements of a weight converted to FP32 at a time."""
 
 
 @torch.no_grad()
@@ -21,17 +21,17 @@ def row_squares(
     scale: float,
     quantised: tuple[Tensor, torch.dtype] | None = None,
 ) -> Tensor:
-    """``|W_i + scale * (B A)_i|^2`` of each row, without a tensor of the size of W.
+    """Compute ``|W_i + scale * (B A)_i|^2`` of each row, without a tensor of the size of W.
 
     Args:
         base: FP32 [..., O], `base_squares` of the weight, which is frozen.
-        weight: [..., O, I], any dtype; some of the rows, or of the columns, of the matrix.
+        weight: [..., O, I], any dtype; a subset of the rows or columns of the matrix.
         a: [..., R, I], all of its rows.
         b: [..., O, R].
-        quantised: of such a weight the scales, and the type that products take it in, see `in_compute_type`.
+        quantised: scales and compute type of a quantised weight, see `in_compute_type`.
 
     Returns:
-        FP32 [..., O]; of some columns, their part of the sum.
+        FP32 [..., O]; for a subset of the columns, their part of the sum.
     """
     if weight.ndim == 2:
         stacked = weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
@@ -44,7 +44,7 @@ def row_squares(
 
 @torch.no_grad()
 def base_squares(weight: Tensor, quantised: tuple[Tensor, torch.dtype] | None = None) -> Tensor:
-    """``|W_i|^2`` of each row of [..., O, I], FP32 [..., O]; ``quantised`` as in `row_squares`."""
+    """Compute ``|W_i|^2`` of each row of [..., O, I], FP32 [..., O]; ``quantised`` as in `row_squares`."""
     if weight.ndim == 2:
         return base_squares(weight.unsqueeze(0), _stacked(quantised)).squeeze(0)
     return _by_pieces(weight, quantised, lambda w, _: w.square().sum(-1))
@@ -57,14 +57,15 @@ def _stacked(quantised: tuple[Tensor, torch.dtype] | None) -> tuple[Tensor, torc
 def _by_pieces(
     weight_EOI: Tensor, quantised: tuple[Tensor, torch.dtype] | None, function: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """``function(weight, experts)`` of pieces in FP32, [E, O, ...]: of several experts, or of some rows of one."""
+    """Apply ``function(weight, experts)`` to FP32 pieces, several experts or some rows of one; result [E, O, ...]."""
     scales, dtype = quantised or (None, weight_EOI.dtype)
     E, O, I = *weight_EOI.shape[:2], columns_of(weight_EOI, scales)  # noqa: E741 - the letters of dimensions
-    found, step = [], max(1, _CHUNK_ELEMENTS // (O * I))
+    results = []
+    step = max(1, _CHUNK_ELEMENTS // (O * I))
     for experts in (slice(first, first + step) for first in range(0, E, step)):
         rows = max(1, _CHUNK_ELEMENTS // I)
         pieces = weight_EOI[experts].split(rows, dim=1)
-        of_pieces = repeat(None) if scales is None else scales[experts].split(rows, dim=1)
-        in_fp32 = (in_compute_type(*piece, dtype).float() for piece in zip(pieces, of_pieces, strict=False))
-        found.append(torch.cat([function(piece, experts) for piece in in_fp32], dim=1))
-    return torch.cat(found)
+        piece_scales = repeat(None) if scales is None else scales[experts].split(rows, dim=1)
+        in_fp32 = (in_compute_type(*piece, dtype).float() for piece in zip(pieces, piece_scales, strict=False))
+        results.append(torch.cat([function(piece, experts) for piece in in_fp32], dim=1))
+    return torch.cat(results)

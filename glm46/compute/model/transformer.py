@@ -25,7 +25,7 @@ class LossSums(NamedTuple):
     loss: Tensor | None
     """FP32 scalar: negative log-likelihood summed over the labels; None if the head's form is not `summed_loss`."""
     mtp_losses: Tensor
-    """FP32 [K]: the same for each multi-token prediction depth."""
+    """FP32 [K]: the same sum for each multi-token prediction depth."""
     aux_losses: Tensor
     """FP32 [2]: balance loss and z-loss summed over real tokens and MoE layers."""
     tokens_per_expert: Tensor
@@ -35,11 +35,11 @@ class LossSums(NamedTuple):
     predictions: Tensor
     """int64 [1 + K, B, S]: most likely token of the model, then of each prediction depth."""
     logprobs: Tensor | None = None
-    """See `HeadOutput`; of the main model, not of a prediction depth."""
+    """See `HeadOutput`; for the main model, not for a prediction depth."""
     entropy: Tensor | None = None
-    """See `HeadOutput`; likewise."""
+    """See `HeadOutput`; for the main model."""
     values: Tensor | None = None
-    """FP32 [B, S]: of a value head, one per token."""
+    """FP32 [B, S]: output of the value head, one value per token."""
 
 
 class StageOutput(NamedTuple):
@@ -51,7 +51,7 @@ class StageOutput(NamedTuple):
     """[B, K, S, D]: embeddings of the tokens that the prediction depths read. The first part computes them, the last
     part uses them."""
     aux_losses: Tensor
-    """See `LossSums`; of the layers of this part, like the next two."""
+    """See `LossSums`; for the layers of this part only, like the next two fields."""
     tokens_per_expert: Tensor
     overflow: Tensor
 
@@ -60,7 +60,7 @@ _Output = TypeVar("_Output", LossSums, StageOutput)
 
 
 def detached(output: _Output) -> _Output:
-    """The same values without gradient."""
+    """Return the same values without gradient."""
     return output._replace(**{name: x.detach() for name, x in output._asdict().items() if x is not None})
 
 
@@ -76,7 +76,7 @@ class OutputHead(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss
     ) -> Tensor | HeadOutput:
-        """Logits [B, S, V] of [B, S, D]; with labels the result of `form`, computed in chunks."""
+        """Compute logits [B, S, V] from [B, S, D]; with labels, the result of `form`, computed in chunks."""
         if labels is None:
             return self.product(hidden, self.weight, None)
         return form(hidden, self.weight, labels, None)
@@ -97,7 +97,7 @@ class ValueHead(nn.Module):
     product = staticmethod(Linear.product)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """FP32 [B, S] of [B, S, D]."""
+        """Map [B, S, D] to FP32 [B, S]."""
         # A copy, not a view: FSDP puts hooks on the outputs of the model and warns about views.
         return self.product(hidden, local_weight(self.weight), None).squeeze(-1).to(torch.float32, copy=True)
 
@@ -122,8 +122,8 @@ class Transformer(nn.Module):
         """See `NetworkFunction`; `compute_as` sets it."""
         self._temperature: Tensor | None = None
         self.mtp_alone = False
-        """The losses of the prediction layers have gradients for these layers alone, and none for what they share with
-        the main model: hidden states, embedding and head."""
+        """Whether the losses of the prediction layers give gradients only to these layers, and no gradient to what they
+        share with the main model: hidden states, embedding and head."""
         self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
 
     def cast(self, dtype: torch.dtype) -> "Transformer":
@@ -133,23 +133,23 @@ class Transformer(nn.Module):
         return self
 
     def compute_as(self, function: NetworkFunction, device: torch.device, *, is_scheduled: bool = False) -> None:
-        """Take the sliding window, the RoPE scaling and the router temperature of a function from the next call on.
-        Weights and compiled layers stay: layers get the rotary tables, the layout of attention and the temperature as
-        arguments.
+        """Use the sliding window, the RoPE scaling and the router temperature of a function from the next call on.
+        Weights and compiled layers are unchanged: layers get the rotary tables, the attention layout and the
+        temperature as arguments.
 
         Args:
-            device: of the weights.
-            is_scheduled: the temperature may change, so compiled layers get one of 1 too.
+            device: device of the weights.
+            is_scheduled: the temperature may change, so compiled layers get a tensor even if it is 1.
         """
-        own = {name: getattr(function.shape, name) for name in ("sliding_window", "rope_scaling")}
-        self.shape = self.shape.model_copy(update=own)
+        changes = {name: getattr(function.shape, name) for name in ("sliding_window", "rope_scaling")}
+        self.shape = self.shape.model_copy(update=changes)
         self.router_temperature = function.router_temperature
-        has_one = is_scheduled or function.router_temperature != 1.0
-        # Filled on the device, which copies nothing.
-        self._temperature = torch.full((), function.router_temperature, device=device) if has_one else None
+        has_temperature = is_scheduled or function.router_temperature != 1.0
+        # Filled on the device, without a copy from the host.
+        self._temperature = torch.full((), function.router_temperature, device=device) if has_temperature else None
 
     def routing(self, options: RoutingOptions) -> RoutingOptions:
-        """Options of a call with the model's own temperature."""
+        """Return the options with the temperature of this model."""
         return options if self._temperature is None else replace(options, temperature=self._temperature)
 
     def keep_layers(self, layers: range) -> None:
@@ -161,7 +161,10 @@ class Transformer(nn.Module):
         if layers.start > 0:
             self.embed_tokens = None
         if layers.stop < self.shape.num_hidden_layers:
-            self.norm, self.lm_head, self.value_head, self.mtp = None, None, None, nn.ModuleDict()
+            self.norm = None
+            self.lm_head = None
+            self.value_head = None
+            self.mtp = nn.ModuleDict()
 
     def forward(
         self,
@@ -184,19 +187,19 @@ class Transformer(nn.Module):
 
         Args:
             input_ids: int64 [B, S]; a part without the embedding takes hidden and mtp_embeddings instead.
-            hidden, mtp_embeddings: of the previous part, see `StageOutput`.
+            hidden, mtp_embeddings: outputs of the previous part, see `StageOutput`.
             positions: integer [B, S]; None counts from 0.
             document_ids: integer [B, S], -1 for padding; tokens attend within their document. None: one document.
-            layout: who sees whom. None: derived from document_ids and the window, which waits for the device; required
-                under context parallelism.
+            layout: which tokens attend to which. None: derived from document_ids and the window, which waits for the
+                device; required under context parallelism.
             is_real: boolean [B, S], false for padding, which is not routed and not counted. None: derived from
                 document_ids, or no padding.
             labels: int64 [B, S], -100 without a target.
             mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them multi-token prediction layers do
                 not run.
-            routes: [B, S, L, A] of `route_type`, of the whole model: experts to use instead of the routers' choice, see
-                `compute/model/routes.py`. A part takes those of its layers.
-            options: additions of training to the routing; the temperature is the model's.
+            routes: [B, S, L, A] of `route_type`, for the whole model: experts to use instead of the routers' choice,
+                see `compute/model/routes.py`. A part uses the routes of its own layers.
+            options: routing options of training; the temperature is replaced by the model's.
             form: form of the head for `labels`; `mtp_labels` always use `summed_loss`.
 
         Returns:
@@ -214,21 +217,21 @@ class Transformer(nn.Module):
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
         statistics: list[RoutingStatistics] = []
         for i, layer in self.layers.items():
-            place = int(i) - self.shape.first_k_dense_replace
-            replayed = () if routes is None or place < 0 else (routes[:, :, place],)
-            hidden, of_layer = layer(hidden, *context, *replayed)
-            if of_layer is not None:
-                statistics.append(of_layer)
+            moe_index = int(i) - self.shape.first_k_dense_replace
+            layer_routes = () if routes is None or moe_index < 0 else (routes[:, :, moe_index],)
+            hidden, layer_statistics = layer(hidden, *context, *layer_routes)
+            if layer_statistics is not None:
+                statistics.append(layer_statistics)
         if self.embed_tokens is not None and mtp_input_ids is not None:
             mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
         if self.norm is None:
             return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, hidden))
         hidden = self.norm(hidden)
         if self.value_head is not None:
-            none = hidden.new_zeros(0, dtype=torch.float32)
+            no_losses = hidden.new_zeros(0, dtype=torch.float32)
             predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
             values = self.value_head(hidden)
-            return LossSums(None, none, *self._sums(statistics, hidden), predictions, values=values)
+            return LossSums(None, no_losses, *self._sums(statistics, hidden), predictions, values=values)
         if labels is None:
             assert self.lm_head is not None, "the last part has one of the two heads"
             return self.lm_head(hidden)
@@ -248,19 +251,20 @@ class Transformer(nn.Module):
         statistics: list[RoutingStatistics],
         context: tuple,
     ) -> LossSums:
-        """The head, and the prediction depths if there are embeddings; ``context``: further arguments of a layer."""
+        """Apply the head, and the prediction depths if there are embeddings. ``context``: further arguments of a
+        layer."""
         assert self.lm_head is not None, "the last part has one of the two heads"
         heads = [self.lm_head(hidden, labels, form)]
         if mtp_embeddings is not None and mtp_labels is not None:
             if self.mtp_alone:
-                # A gradient of zeros, which pipeline stages send back, and exactly the same values.
+                # Same values, but the gradient is zeros instead of None: pipeline stages send it back.
                 mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
                 hidden = hidden.detach()
             for k, layer in enumerate(self.mtp.values()):
-                hidden, of_layer = layer(hidden, mtp_embeddings[:, k], *context)
-                statistics.append(of_layer)
-                of_depth = _frozen_head_loss if self.mtp_alone else summed_loss
-                heads.append(self.lm_head(hidden, mtp_labels[:, k], of_depth))
+                hidden, layer_statistics = layer(hidden, mtp_embeddings[:, k], *context)
+                statistics.append(layer_statistics)
+                depth_form = _frozen_head_loss if self.mtp_alone else summed_loss
+                heads.append(self.lm_head(hidden, mtp_labels[:, k], depth_form))
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,
@@ -272,7 +276,7 @@ class Transformer(nn.Module):
         )
 
     def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Auxiliary losses, tokens per expert and overflow; works without any MoE layer too."""
+        """Return auxiliary losses, tokens per expert and overflow; works without any MoE layer too."""
         if not statistics:
             counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
             return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
@@ -280,11 +284,11 @@ class Transformer(nn.Module):
         return losses.sum(0), counts, overflow
 
     def routers(self) -> dict[str, Router]:
-        """The routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
+        """Return the routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
 
 
 def router_names(shape: ModelShape) -> list[str]:
-    """Names of the routers of the whole model, in the order of `LossSums.tokens_per_expert`."""
+    """List the names of the routers of the whole model, in the order of `LossSums.tokens_per_expert`."""
     layers = [f"layers.{i}.mlp.router" for i in range(shape.first_k_dense_replace, shape.num_hidden_layers)]
     return layers + [f"mtp.{k}.block.mlp.router" for k in range(shape.num_nextn_predict_layers)]

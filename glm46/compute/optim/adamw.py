@@ -1,7 +1,8 @@
-"""AdamW over this rank's parts of the parameters: torch's fused kernel for FP32 states, a plain update for others.
+"""AdamW over this rank's parts of the parameters.
 
-The update is entry-wise, so a step runs no DTensor operation, and parameters of different meshes share one fused
-kernel. The saved states are DTensors like the parameters and share the memory of the parts.
+FP32 weights with FP32 states use torch's fused kernel. Other dtypes use plain operations in FP32, whose results are
+rounded stochastically. The update is entry-wise, so a step runs no DTensor operation, and parameters of different
+meshes share one fused kernel. The saved states are DTensors like the parameters and share the memory of the parts.
 """
 
 import math
@@ -13,13 +14,22 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from glm46.compute.distributed.local_tensor import local_tensor
-from glm46.compute.optim.compact_state import State, StateType, load_state, local_state, make_state, store_state
+from glm46.compute.optim.compact_state import (
+    Quantized,
+    State,
+    StateType,
+    load_state,
+    local_state,
+    make_state,
+    store_state,
+)
 from glm46.compute.optim.muon_layout import local_gradient
+from glm46.compute.optim.rounding import EntryNumbers, entry_numbers, row_slices, store_bfloat16
 from glm46.compute.optim.state_offload import StatePlace, StateStream, zeros_at
 from glm46.config.optimizer import OptimizerConfig
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-"""Names of the states, and True if they can be negative."""
+"""Names of the states, and whether they can be negative."""
 
 # States in host memory are copied in items of at least this size: large enough for the full rate of the link, small
 # compared with the gradients.
@@ -28,48 +38,55 @@ OFFLOADED_ITEM_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Entry:
-    """One parameter, this rank's part of it, its step count and this rank's parts of its moments."""
+    """Parameter with this rank's part of it, its step count and this rank's parts of its moments."""
 
     parameter: Tensor
     part: Tensor
     step: Tensor
     moments: tuple[State, State]
+    numbers: EntryNumbers | None
+    """Numbers for stochastic rounding; None for torch's kernel, which does not round."""
 
 
 class AdamW:
-    """AdamW over this rank's parts, with ``param_groups``, ``state`` and ``step`` as in torch: torch's fused kernel for
-    FP32 states on the device, plain operations for other states. All states exist from the start."""
+    """AdamW over this rank's parts, with ``param_groups``, ``state`` and ``step`` as in torch.
+
+    All states exist from the start. ``updates`` of a group is the number of its next update; the random bits of
+    stochastic rounding depend on it.
+    """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, Tensor]],
-        kinds: Sequence[tuple[bool, float]],
+        decays: Sequence[bool],
         config: OptimizerConfig,
         place: StatePlace,
     ):
-        """``kinds``: for each parameter, True if weight decay applies, and the ratio of its rate to that of the others.
-        ``place`` has the states between steps."""
-        self._config, self._place = config, place
+        """``decays``: for each parameter, whether weight decay applies. ``place``: where the states are between
+        steps."""
+        self._config = config
+        self._place = place
         self._names = [name for name, _ in parameters]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         dtype: StateType = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
-        # torch's kernel needs states of the parameter's type.
+        # torch's kernel needs states of the parameter's dtype.
         self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
         entries = [
             self._entry(name, parameter, part, dtype) for (name, parameter), part in zip(parameters, parts, strict=True)
         ]
         self.param_groups: list[dict] = []
         self._items: list[tuple[dict, list[_Entry]]] = []
-        for decay, lr_ratio in dict.fromkeys([(True, 1.0), (False, 1.0), *kinds]):
-            mine = [entry for entry, kind in zip(entries, kinds, strict=True) if kind == (decay, lr_ratio)]
+        for decay in (True, False):
+            members = [entry for entry, is_decayed in zip(entries, decays, strict=True) if is_decayed == decay]
             group = {
-                "params": [entry.parameter for entry in mine],
+                "params": [entry.parameter for entry in members],
                 "weight_decay": config.weight_decay if decay else 0.0,
-                "lr": (config.adamw_lr or config.lr) * lr_ratio,
+                "lr": config.adamw_lr or config.lr,
+                "updates": 0,
             }
             self.param_groups.append(group)
-            self._items += [(group, item) for item in self._chunks(mine)]
+            self._items += [(group, item) for item in self._chunks(members)]
         states = [[state for entry in item for state in entry.moments] for _, item in self._items]
         device = parts[0].device if parts else torch.device("cpu")
         self._moments = StateStream(states, device, place)
@@ -81,26 +98,29 @@ class AdamW:
         moments = []
         for key, signed in MOMENTS:
             tensors = make_state(name, parameter, dtype, signed, zeros_at(self._place))
-            self.state[parameter] |= {f"{key}{end}": tensor for end, tensor in tensors.items()}
+            self.state[parameter] |= {f"{key}{suffix}": tensor for suffix, tensor in tensors.items()}
             moments.append(local_state(tensors, signed))
-        return _Entry(parameter, part, step, (moments[0], moments[1]))
+        numbers = None if self._is_torch else entry_numbers(name, parameter)
+        return _Entry(parameter, part, step, (moments[0], moments[1]), numbers)
 
     def _chunks(self, entries: list[_Entry]) -> list[list[_Entry]]:
-        """The entries to update at a time: all, or chunks large enough to be worth a transfer."""
+        """Divide the entries into items that are updated together: all, or chunks large enough to be worth a
+        transfer."""
         if self._place == "none":
             return [entries] if entries else []
         items: list[list[_Entry]] = []
-        room = 0
+        free_bytes = 0
         for entry in entries:
-            if room <= 0:
+            if free_bytes <= 0:
                 items.append([])
-                room = OFFLOADED_ITEM_BYTES
+                free_bytes = OFFLOADED_ITEM_BYTES
             items[-1].append(entry)
-            room -= 2 * 4 * entry.part.numel()  # of both moments in FP32, for any type of states
+            # Count two moments in FP32, whatever the dtype of the states.
+            free_bytes -= 2 * torch.float32.itemsize * entry.part.numel()
         return items
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live states by ``<parameter>.<state>``."""
+        """Return the live states by ``<parameter>.<state>``."""
         named = zip(self._names, self.state.values(), strict=True)
         return {f"{name}.{key}": tensor for name, states in named for key, tensor in states.items()}
 
@@ -111,26 +131,33 @@ class AdamW:
         for group, item in self._items:
             with self._moments.take() as states:
                 present = []
-                for entry, moments in zip(item, zip(states[::2], states[1::2], strict=True), strict=True):
+                # The states of an item alternate: the first and the second moment of each entry.
+                pairs = zip(states[::2], states[1::2], strict=True)
+                for entry, moments in zip(item, pairs, strict=True):
                     gradient = local_gradient(entry.parameter)
                     if gradient is not None:
-                        present.append((entry.part, gradient, moments, entry.step))
+                        present.append((entry, gradient, moments))
                 if self._is_torch:
                     self._update_by_torch(present, group)
                 else:
-                    for part, gradient, moments, step in present:
-                        self._update(part, gradient, moments, step, group)
+                    for entry, gradient, moments in present:
+                        self._update_entry(entry, gradient, moments, group)
         self._moments.end()
+        for group in self.param_groups:
+            group["updates"] += 1
 
-    def _update_by_torch(self, present: list[tuple], group: dict) -> None:
+    def _update_by_torch(self, present: list[tuple[_Entry, Tensor, tuple[State, State]]], group: dict) -> None:
+        """Update FP32 parameters with FP32 states by torch's fused kernel."""
+        averages = [average for *_, (average, _) in present if isinstance(average, Tensor)]
+        squares = [square for *_, (_, square) in present if isinstance(square, Tensor)]
         config = self._config
         adamw(
-            [part for part, *_ in present],
-            [gradient for _, gradient, *_ in present],
-            [moments[0] for *_, moments, _ in present],
-            [moments[1] for *_, moments, _ in present],
+            [entry.part for entry, *_ in present],
+            [gradient for _, gradient, _ in present],
+            averages,
+            squares,
             [],
-            [step for *_, step in present],
+            [entry.step for entry, *_ in present],
             fused=True,
             amsgrad=False,
             beta1=config.beta1,
@@ -141,19 +168,58 @@ class AdamW:
             maximize=False,
         )
 
-    def _update(self, part: Tensor, gradient: Tensor, moments: tuple[State, State], count: Tensor, group: dict) -> None:
-        """One entry-wise update in FP32. Source: Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
-        beta1, beta2, lr = self._config.beta1, self._config.beta2, group["lr"]
-        count += 1
+    def _update_entry(self, entry: _Entry, gradient: Tensor, moments: tuple[State, State], group: dict) -> None:
+        """Update a parameter and its moments, some rows at a time."""
+        assert entry.numbers is not None
+        entry.step.add_(1)
         # The count is on the host here, so .item() does not wait for the device.
-        step = count.item()
-        average, square = (load_state(moment, part) for moment in moments)
+        step = int(entry.step.item())
+        for rows in row_slices(entry.part):
+            row_moments = (moments[0][rows], moments[1][rows])
+            self._update(entry.part[rows], gradient[rows], row_moments, entry.numbers[rows], step, group)
+
+    def _update(
+        self,
+        part: Tensor,
+        gradient: Tensor,
+        moments: tuple[State, State],
+        numbers: EntryNumbers,
+        step: int,
+        group: dict,
+    ) -> None:
+        """Update entry-wise in FP32. Source: Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
+        config = self._config
+        lr = group["lr"]
+        average = load_state(moments[0], part)
+        square = load_state(moments[1], part)
         gradient = gradient.to(average.dtype)
-        average.lerp_(gradient, 1.0 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-        for moment, values in zip(moments, (average, square), strict=True):
-            store_state(moment, values)
-        # From the values before rounding: a second moment that rounds to zero must not be a divisor.
-        divisor = square.sqrt_().div_(math.sqrt(1.0 - beta2**step)).add_(self._config.eps)
-        part.mul_(1.0 - lr * group["weight_decay"])
-        part.sub_(average.div_(divisor).mul_(lr / (1.0 - beta1**step)).to(part.dtype))
+        average.lerp_(gradient, 1.0 - config.beta1)
+        square.mul_(config.beta2).addcmul_(gradient, gradient, value=1.0 - config.beta2)
+        for (name, _), moment, values in zip(MOMENTS, moments, (average, square), strict=True):
+            store_state(moment, values, numbers.random_bits(group["updates"], name))
+        if isinstance(moments[1], Quantized):
+            # The moments are rounded independently. A second moment that was rounded down could give a step many
+            # times too large, so raise it to the smallest value that exact moments can have.
+            ratio = largest_squared_ratio(config.beta1, config.beta2)
+            square = torch.maximum(square, average.square().div_(ratio))
+        # The moments start at zero; the divisions by 1 - beta**step correct this bias.
+        divisor = square.sqrt_().div_(math.sqrt(1.0 - config.beta2**step)).add_(config.eps)
+        change = average.div_(divisor).mul_(lr / (1.0 - config.beta1**step))
+        decay = 1.0 - lr * group["weight_decay"]
+        if part.dtype == torch.bfloat16:
+            weights = part.float().mul_(decay).sub_(change)
+            store_bfloat16(part, weights, numbers.random_bits(group["updates"], "weight"))
+        else:
+            part.mul_(decay)
+            part.sub_(change.to(part.dtype))
+
+
+def largest_squared_ratio(beta1: float, beta2: float) -> float:
+    """Bound the squared first moment relative to the second moment, by the Cauchy-Schwarz inequality.
+
+    The first moment is the sum of (1 - beta1) beta1^k g over the age k of each gradient g, the second is the sum of
+    (1 - beta2) beta2^k g^2. Their ratio has a bound if beta1^2 < beta2; otherwise the result is infinite.
+    """
+    if beta1**2 >= beta2:
+        return math.inf if beta1 else 1.0
+    return (1.0 - beta1) ** 2 / (1.0 - beta2) / (1.0 - beta1**2 / beta2)

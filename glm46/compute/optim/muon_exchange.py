@@ -1,4 +1,4 @@
-"""The exchange of one bucket: parts go to their owners, owners orthogonalise, parts of the update come back.
+"""Exchange of one bucket: parts are sent to owners, owners orthogonalise, parts of the update are sent back.
 
 Each direction is one all-to-all without padding, and no rank sends to itself. Parts are packed in the order of the
 bucket's units, which every rank knows, so no metadata is sent.
@@ -16,25 +16,28 @@ from glm46.compute.optim.muon_plan import Bucket, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece
 
 
-def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.ProcessGroup]) -> dict:
-    """A process group for each set of ascending ranks; groups in ``known`` are reused.
+def make_groups(rank_sets: Sequence[tuple[int, ...]], existing: Sequence[dist.ProcessGroup]) -> dict:
+    """Create a process group for each set of ascending ranks; groups in ``existing`` are reused.
 
-    Collective over all ranks, also those that need no group: with NCCL torch splits each group off the communicator of
-    all ranks, in which every rank must take part. So each makes the groups of all, in one order.
+    Collective over all ranks, including those that need no group: with NCCL torch splits each group off the
+    communicator of all ranks, in which every rank must take part. So each rank creates all groups, in the same order.
     """
     if not dist.is_initialized():
         return {}
-    groups = {tuple(dist.get_process_group_ranks(group)): group for group in known}
+    groups = {tuple(dist.get_process_group_ranks(group)): group for group in existing}
     missing: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(missing, set(rank_sets) - groups.keys())
     return groups | {ranks: new_group(ranks) for ranks in sorted(set().union(*missing))}
 
 
 class BucketExchange:
-    """A bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
+    """Exchange of a bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
 
     def __init__(self, bucket: Bucket, group: dist.ProcessGroup, orthogonalize: Orthogonalizer, device):
-        self._bucket, self._group, self._device, self._orthogonalize = bucket, group, device, orthogonalize
+        self._bucket = bucket
+        self._group = group
+        self._device = device
+        self._orthogonalize = orthogonalize
         self._me = dist.get_group_rank(group, dist.get_rank())
         self._owned = [unit for unit in bucket.units if unit.owner == self._me]
         members = range(len(bucket.ranks))
@@ -44,22 +47,22 @@ class BucketExchange:
         self._coming = [(peer, unit) for peer in members for unit in self._owned if peer in unit.senders]
         self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
-        self._work: Any = None  # of the running exchange, and its tensors
+        self._work: Any = None  # handle of the running exchange
         self._stacks: dict[tuple, list[Unit]] = {}
         for unit in self._owned:
             self._stacks.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
 
     @property
     def units(self) -> list[Unit]:
-        """The units that this rank holds a part of."""
+        """Units of which this rank holds a part."""
         return [unit for unit in self._bucket.units if unit.parts[self._me] is not None]
 
     def gather(self, pieces: dict[Unit, Piece]) -> None:
-        """Advance the momentum of the local parts and start to send them to their owners. Collective.
+        """Update the momentum of the local parts and start to send them to their owners. Collective.
 
-        ``pieces``: one for each of ``units``, in their order.
+        ``pieces``: a piece for each of ``units``, in the same order.
         """
-        wire = self._orthogonalize.gather_dtype
+        wire = self._orthogonalize.dtype
         self._pieces = pieces
         self._stacked = {
             shape: torch.empty(len(units), *shape, dtype=wire, device=self._device)
@@ -94,7 +97,8 @@ class BucketExchange:
         for shape, units in self._stacks.items():
             for unit, update in zip(units, self._orthogonalize(self._stacked[shape]), strict=True):
                 updates[unit] = update if unit.shape == tuple(update.shape) else update.mT
-        self._whole, self._stacked = {}, {}
+        self._whole = {}
+        self._stacked = {}
         wire = self._orthogonalize.dtype
         slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), wire)
         for slot, (peer, unit) in zip(slots, self._leaving_back, strict=True):
@@ -110,7 +114,9 @@ class BucketExchange:
         self._work.wait()
         for slot, (_, unit) in zip(self._arrivals, self._coming_back, strict=True):
             self._apply(unit, slot.view(self._pieces[unit].parameter.shape[1:]))
-        self._pieces, self._arrivals, self._work = {}, [], None
+        self._pieces = {}
+        self._arrivals = []
+        self._work = None
         self._buffers: tuple[Tensor, ...] = ()
 
     def _apply(self, unit: Unit, update: Tensor) -> None:
@@ -118,8 +124,8 @@ class BucketExchange:
             self._pieces[unit].apply(update.unsqueeze(0))
 
     def _slots(self, entries: list[tuple[int, Unit]], size: Callable[[int, Unit], int], dtype: torch.dtype):
-        """Slices of a flat buffer for ``entries``, the buffer, and the number of its elements for each rank of the
-        group."""
+        """Allocate a flat buffer; return a slice for each of ``entries``, the buffer, and its elements for each rank of
+        the group."""
         sizes = [size(peer, unit) for peer, unit in entries]
         by_rank = [0] * len(self._bucket.ranks)
         for (peer, _), entry_size in zip(entries, sizes, strict=True):
@@ -136,5 +142,5 @@ class BucketExchange:
 def _within(matrix: Tensor, unit: Unit, rank: int) -> Tensor:
     part = unit.parts[rank]
     assert part is not None, "the rank holds none"
-    (top, bottom), (left, right) = part
-    return matrix[top:bottom, left:right]
+    (first_row, row_stop), (first_column, column_stop) = part
+    return matrix[first_row:row_stop, first_column:column_stop]

@@ -1,4 +1,4 @@
-"""The rows and columns of each matrix that each rank of a mesh holds, derived from DTensor placements alone."""
+"""Rows and columns of each matrix that each rank of a mesh holds, derived from DTensor placements only."""
 
 import math
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from glm46.compute.optim.muon_plan import Cut, Holding, TensorLayout, mesh_layou
 
 
 def is_sharding(placement: Placement) -> TypeGuard[Shard | StridedShard]:
-    """True if a placement shards the tensor. In torch 2.13 ``is_shard()`` of a strided shard is False."""
+    """Return whether a placement shards the tensor. In torch 2.13 ``is_shard()`` of a strided shard is False."""
     return isinstance(placement, (Shard, StridedShard))
 
 
 def tensor_layout(tensor: Tensor) -> TensorLayout:
-    """The layout of a tensor of at least two dimensions; leading dimensions count as a batch of matrices.
+    """Derive the layout of a tensor of at least two dimensions; leading dimensions count as a batch of matrices.
 
     Raises:
         ValueError: fewer than two dimensions, a placement that is neither a shard nor a replica, a cut of a leading
-            dimension other than the first, or a local shard whose shape differs from the one derived.
+            dimension other than the first, or a local shard whose shape differs from the derived shape.
     """
     if tensor.ndim < 2:
         raise ValueError(f"Muon takes matrices and batches of matrices, not a tensor of shape {tuple(tensor.shape)}")
@@ -35,19 +35,24 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
         return TensorLayout(shape, Holding(*((0, length) for length in shape)), {}, ())
     mesh = tensor.device_mesh
     layout = mesh_layout(
-        ((leading or [1])[0], rows, columns), math.prod(leading[1:]), mesh.shape, mesh.mesh.flatten().tolist(),
-        _cuts(tensor), dist.get_rank(),
-    )  # fmt: skip
+        ((leading or [1])[0], rows, columns),
+        math.prod(leading[1:]),
+        mesh.shape,
+        mesh.mesh.flatten().tolist(),
+        _cuts(tensor),
+        dist.get_rank(),
+    )
     _check_local_shape(tensor, layout.mine)
     return layout
 
 
 def _cuts(tensor: DTensor) -> list[Cut]:
-    """The divisions of a tensor in their order: from the outermost axis inwards, and strided shards, which divide what
-    the inner axes leave, after those."""
-    strided, plain = list[Cut](), list[Cut]()
+    """List the cuts of a tensor in the order in which they apply: from the outermost axis inwards, then strided shards,
+    which divide the shards of the inner axes."""
+    strided = list[Cut]()
+    plain = list[Cut]()
     for axis, placement in enumerate(tensor.placements):
-        rest = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
+        inner_axes = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
         if not is_sharding(placement) and not isinstance(placement, Replicate):
             raise ValueError(f"Muon takes sharded and replicated parameters, not placement {placement}")
         if is_sharding(placement):
@@ -56,8 +61,8 @@ def _cuts(tensor: DTensor) -> list[Cut]:
             from_end = placement.dim - tensor.ndim
             cut = axis, 3 + from_end if from_end >= -2 else 0
             (strided if isinstance(placement, StridedShard) else plain).append(cut)
-            inner = math.prod(s for s, p in rest if is_sharding(p) and p.dim == placement.dim)
-            if isinstance(placement, StridedShard) and placement.split_factor != inner:
+            inner_ranks = math.prod(s for s, p in inner_axes if is_sharding(p) and p.dim == placement.dim)
+            if isinstance(placement, StridedShard) and placement.split_factor != inner_ranks:
                 raise ValueError(f"Muon takes strided shards of what the inner axes leave, not {placement}")
     return [*plain, *reversed(strided)]
 
@@ -71,7 +76,7 @@ def _check_local_shape(tensor: DTensor, holding: Holding) -> None:
 
 
 def local_matrices(tensor: Tensor) -> Tensor:
-    """This rank's part as [matrices, rows, columns], sharing its memory."""
+    """Return this rank's part as [matrices, rows, columns], sharing its memory."""
     local = local_tensor(tensor)
     if local.ndim == 2:
         return local.unsqueeze(0)
@@ -79,7 +84,7 @@ def local_matrices(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """This rank's part of the gradient, placed as the parameter is; None without a gradient."""
+    """Return this rank's part of the gradient, with the placements of the parameter; None without a gradient."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -89,25 +94,26 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 Zeros = Callable[[torch.Size, torch.dtype, Tensor], Tensor]
-"""Makes zeros of a shape and type for a state of this rank's part of a parameter."""
+"""Function that creates zeros of a shape and dtype, for a state of this rank's part of a parameter."""
 
 
 def zeros_on_device(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """`Zeros` on the device of the parameter."""
+    """Create zeros on the device of the parameter; a `Zeros`."""
     return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
 def zeros_in_host_memory(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """`Zeros` in host memory, pinned beside a GPU, where parameters in host memory are pinned too."""
+    """Create zeros in host memory, pinned if there is a GPU, where parameters in host memory are pinned too; a
+    `Zeros`."""
     return host_tensor(shape, dtype, pin=like.is_cuda or like.is_pinned()).zero_()
 
 
 def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, zeros: Zeros = zeros_on_device) -> Tensor:
-    """A state of zeros with the parameter's shape, mesh and placements.
+    """Create a state of zeros with the parameter's shape, mesh and placements.
 
     Args:
         block: entries of the last dimension that share one entry of the state.
-        zeros: makes this rank's part.
+        zeros: creates this rank's part.
     """
 
     def shape_of(tensor: Tensor) -> torch.Size:

@@ -1,7 +1,7 @@
 """One step of Muon over all parameters of this rank, in an order that overlaps communication with computation.
 
-The first buckets are sent to their owners. Meanwhile the rank orthogonalises the matrices that it holds whole, then
-each bucket as it arrives. Momenta in host memory are copied in the same order. The order is made once.
+The first buckets are sent to their owners. Meanwhile the rank orthogonalises its local matrices, then each bucket
+as it arrives. Momenta in host memory are copied in the same order. The order is determined once.
 """
 
 from collections import defaultdict
@@ -14,25 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.compute.optim.compact_state import State
+from glm46.compute.optim.compact_state import Quantized, State
 from glm46.compute.optim.muon_exchange import BucketExchange
 from glm46.compute.optim.muon_layout import local_gradient, local_matrices
 from glm46.compute.optim.muon_plan import Bounds, LocalTask, MuonPlan, PlannedParameter, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece, update_whole
 from glm46.compute.optim.newton_schulz import stack_limit
+from glm46.compute.optim.rounding import entry_numbers
 from glm46.compute.optim.state_offload import StatePlace, StateStream
 
-# Buckets that travel while another one is orthogonalised; more would only hold more memory.
+# Buckets in transit while another one is orthogonalised; more would only take more memory.
 BUCKETS_IN_FLIGHT = 2
 WORKSPACE_BYTES = 1 << 30
-"""Bound on the memory of one stacked iteration."""
+"""Maximum memory of one stacked iteration."""
 
 Slice = tuple[int, Bounds, Bounds]
-"""The number of a parameter, and some of its matrices and rows on this rank."""
+"""Index of a parameter, and a range of its matrices and rows on this rank."""
 
 
 class MuonStep:
-    """The actions of a step, in order; ``run`` executes them."""
+    """Actions of a step, in order; ``run`` executes them."""
 
     def __init__(
         self,
@@ -47,23 +48,29 @@ class MuonStep:
     ):
         """
         Args:
-            entries: the parameter group and the place in it of each parameter.
-            requests: the requests that the plan was made from, one per parameter.
+            entries: parameter group and index in it of each parameter.
+            requests: requests that the plan was built from, one per parameter.
             groups: a process group for each set of ranks in the plan.
             momenta: this rank's part of each momentum, [matrices, rows, columns].
-            place: has the momenta between steps.
-            device: computes the updates; None: that of each parameter.
+            place: where the momenta are between steps.
+            device: device that computes the updates; None: device of each parameter.
 
         Raises:
-            ValueError: offloaded momenta that several devices would update, or momenta of parameters that another
-                device updates, but that are not offloaded.
+            ValueError: offloaded momenta that several devices would update, or parameters updated on another device
+                without offloaded momenta.
         """
-        self._entries, self._requests, self._settings = entries, requests, settings
+        self._entries = entries
+        self._requests = requests
+        self._settings = settings
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
-        """This rank's parts of each parameter and of its gradient as [matrices, rows, columns], in a step."""
+        """During a step, this rank's parts of each parameter and its gradient as [matrices, rows, columns]."""
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
+        self._numbers = [
+            entry_numbers(request.name, parameter).as_matrices() if _is_rounded(parameter, momentum) else None
+            for request, parameter, momentum in zip(requests, self._parameters, momenta, strict=True)
+        ]
         self._devices = [device or parameter.device for parameter in self._parameters]
         devices = set(self._devices)
         if place != "none" and len(devices) > 1:
@@ -83,9 +90,9 @@ class MuonStep:
 
     def run(self) -> None:
         """Update every parameter that has a gradient. Collective."""
-        of_gradients = map(local_gradient, self._parameters)
-        pairs = zip(map(local_matrices, self._parameters), of_gradients, strict=True)
-        self._views = [(part, None if of is None else of.reshape(part.shape)) for part, of in pairs]
+        gradients = map(local_gradient, self._parameters)
+        pairs = zip(map(local_matrices, self._parameters), gradients, strict=True)
+        self._views = [(part, None if gradient is None else gradient.reshape(part.shape)) for part, gradient in pairs]
         self._momenta.begin()
         for action in self._actions:
             action()
@@ -93,24 +100,24 @@ class MuonStep:
         self._views = []
 
     def _arrange(self, exchanges: list[BucketExchange], chunks: list[list[LocalTask]]) -> None:
-        rest = iter(chunks)
+        remaining_chunks = iter(chunks)
         for exchange in exchanges[:BUCKETS_IN_FLIGHT]:
             self._add(self._gather, exchange, map(self._slice_of, exchange.units))
         for number, exchange in enumerate(exchanges):
-            # Spread over the buckets, so that each exchange overlaps with some computation.
-            self._add_chunks(islice(rest, len(chunks) // len(exchanges)))
+            # Distribute chunks over the buckets, so that each exchange overlaps with some computation.
+            self._add_chunks(islice(remaining_chunks, len(chunks) // len(exchanges)))
             self._actions.append(exchange.orthogonalize)
             if number:
                 self._actions.append(exchanges[number - 1].finish)
             if number + BUCKETS_IN_FLIGHT < len(exchanges):
-                following = exchanges[number + BUCKETS_IN_FLIGHT]
-                self._add(self._gather, following, map(self._slice_of, following.units))
-        self._add_chunks(rest)
+                next_exchange = exchanges[number + BUCKETS_IN_FLIGHT]
+                self._add(self._gather, next_exchange, map(self._slice_of, next_exchange.units))
+        self._add_chunks(remaining_chunks)
         if exchanges:
             self._actions.append(exchanges[-1].finish)
 
     def _add(self, action: Callable, subject: object, slices: Iterable[Slice]) -> None:
-        """An action that takes the next momenta, those of ``slices``."""
+        """Append an action that takes the next momenta, the ones of ``slices``."""
         self._actions.append(partial(action, subject))
         self._taken.append(list(slices))
 
@@ -119,19 +126,29 @@ class MuonStep:
             self._add(self._update_chunk, chunk, ((task.parameter, task.matrices, task.rows) for task in chunk))
 
     def _slice_of(self, unit: Unit) -> Slice:
-        """This rank's part of a sharded matrix."""
+        """Return this rank's part of a sharded matrix."""
         mine = self._requests[unit.parameter].layout.mine
-        first, last = max(unit.rows[0], mine.rows[0]), min(unit.rows[1], mine.rows[1])
+        first = max(unit.rows[0], mine.rows[0])
+        last = min(unit.rows[1], mine.rows[1])
         return unit.parameter, (unit.matrix, unit.matrix + 1), (first - mine.rows[0], last - mine.rows[0])
 
     def _piece(self, part: Slice, momentum: State, shape: tuple[int, int]) -> Piece:
-        """The views of a part; ``shape`` is that of the whole matrices."""
+        """Build the piece of a part; ``shape``: rows and columns of the full matrices."""
         number, matrices, rows = part
         parameter, gradient = self._views[number]
         inside = slice(*matrices), slice(*rows)
         if gradient is not None:
             gradient = gradient[inside].to(self._devices[number], non_blocking=True)
-        return Piece(self._entries[number][0], parameter[inside], gradient, momentum, *shape)
+        numbers = self._numbers[number]
+        return Piece(
+            group=self._entries[number][0],
+            parameter=parameter[inside],
+            gradient=gradient,
+            momentum=momentum,
+            rows=shape[0],
+            columns=shape[1],
+            numbers=None if numbers is None else numbers[inside],
+        )
 
     def _gather(self, exchange: BucketExchange) -> None:
         with self._momenta.take() as momenta:
@@ -149,28 +166,35 @@ class MuonStep:
                 update_whole(pieces, self._settings)
 
 
+def _is_rounded(parameter: Tensor, momentum: State) -> bool:
+    """Return whether an update rounds the parameter or its momentum to fewer bits than it is computed with."""
+    wide = (torch.float32, torch.float64)
+    return parameter.dtype not in wide or isinstance(momentum, Quantized) or momentum.dtype not in wide
+
+
 def stack_tasks(
     tasks: Sequence[LocalTask], settings: Orthogonalizer, devices: Sequence[torch.device]
 ) -> list[list[LocalTask]]:
-    """Tasks of one canonical shape, in chunks whose iteration fits the workspace; ``devices`` of the parameters."""
-    alike: dict[tuple, list[LocalTask]] = defaultdict(list)
+    """Group tasks of equal canonical shape into chunks whose iteration fits the workspace; ``devices``: one per
+    parameter."""
+    tasks_by_shape: dict[tuple, list[LocalTask]] = defaultdict(list)
     for task in tasks:
         rows = task.rows[1] - task.rows[0]
-        alike[min(rows, task.columns), max(rows, task.columns), devices[task.parameter]].append(task)
+        tasks_by_shape[min(rows, task.columns), max(rows, task.columns), devices[task.parameter]].append(task)
     chunks: list[list[LocalTask]] = []
-    for (short, long, device), same in alike.items():
-        # The stack, its normalised copy and two results in turn; two short x short products.
+    for (short, long, device), same_shape in tasks_by_shape.items():
+        # The stack, its normalised copy and two alternating results; two short x short products.
         limit = max(1, WORKSPACE_BYTES // (settings.dtype.itemsize * (4 * short * long + 2 * short * short)))
         if device.type == "cpu":
             limit = min(limit, stack_limit(short, long, settings.dtype))
-        room = 0
-        for task in same:
+        free = 0
+        for task in same_shape:
             first, stop = task.matrices
             while first < stop:
-                if not room:
+                if not free:
                     chunks.append([])
-                    room = limit
-                last = min(stop, first + room)
+                    free = limit
+                last = min(stop, first + free)
                 chunks[-1].append(replace(task, matrices=(first, last)))
-                first, room = last, room - (last - first)
+                first, free = last, free - (last - first)
     return chunks

@@ -1,4 +1,4 @@
-"""One Muon update of matrices that this rank holds whole, and the parts that every path shares.
+"""Muon update of matrices that are entirely on this rank, and the steps that all paths share.
 
 Letters: N matrices, R rows, C columns; S and L are the shorter and the longer of R and C.
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from glm46.compat import named_range
 from glm46.compute.optim.compact_state import Quantized, load_state, state_parts, store_state
 from glm46.compute.optim.newton_schulz import orthogonalize
+from glm46.compute.optim.rounding import EntryNumbers, RandomBits, row_slices, store_bfloat16
 
 _UPDATE_RMS = 0.2
-"""Root mean square of an update under match_rms_adamw, near that of AdamW's updates."""
+"""Root mean square of an update under match_rms_adamw, similar to AdamW's updates."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,16 @@ class Orthogonalizer:
 
     steps: int
     dtype: torch.dtype
-    """Type of the products, and of updates on the way back from their owner."""
-
-    @property
-    def gather_dtype(self) -> torch.dtype:
-        """Type of matrices on the way to their owner; gradients can be smaller than float16 holds."""
-        return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
+    """Dtype of the products, and of matrices on the way to their owner and back."""
 
     def __call__(self, x_NSL: Tensor) -> Tensor:
-        """The orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
+        """Compute the orthogonal factors of ``x_NSL`` [N, S, L], S <= L, in ``self.dtype``."""
         with named_range("Muon.orthogonalize"):
             return orthogonalize(x_NSL, self.steps, self.dtype)
 
 
 def update_scale(adjust_lr: str, rows: int, columns: int) -> float:
-    """Factor on the learning rate of a matrix; rows and columns are those of the whole matrix.
+    """Return the factor on the learning rate of a matrix; ``rows`` and ``columns`` of the full matrix.
 
     Raises:
         ValueError: an unknown rule.
@@ -57,11 +53,12 @@ def update_scale(adjust_lr: str, rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Piece:
-    """The same part of one parameter, its gradient and its momentum on this rank, all [N, r, c]. Parameter and momentum
-    are views. Gradient and momentum are on the device that computes the update; the parameter may be in host memory.
+    """Part of one parameter, its gradient and its momentum on this rank, all [N, r, c]. Parameter and momentum are
+    views. Gradient and momentum are on the device that computes the update; the parameter may be in host memory.
 
-    ``rows`` and ``columns`` are those of the whole matrices; the views may hold a part of them. A piece without a
-    gradient contributes nothing and is not updated.
+    ``rows`` and ``columns`` are the size of the full matrices; the views may hold a part of them. A piece without a
+    gradient contributes nothing and is not updated. ``numbers`` are the numbers of its entries for stochastic rounding;
+    None for FP32.
     """
 
     group: dict
@@ -70,49 +67,65 @@ class Piece:
     momentum: Tensor | Quantized
     rows: int
     columns: int
+    numbers: EntryNumbers | None = None
 
     def direction(self) -> Tensor:
-        """Advance the momentum and return the matrices to orthogonalise, [N, r, c], in memory of their own."""
+        """Update the momentum and return the matrices to orthogonalise, [N, r, c], in new memory."""
         weight = self.group["momentum"]
         gradient = self.gradient
         assert gradient is not None, "a piece without a gradient has none"
-        if isinstance(self.momentum, Tensor) and self.momentum.dtype == gradient.dtype:
-            momentum = self.momentum.lerp_(gradient, 1.0 - weight)
+        momentum = self.momentum
+        wide = (torch.float32, torch.float64)
+        if isinstance(momentum, Tensor) and momentum.dtype in wide and momentum.dtype == gradient.dtype:
+            momentum.lerp_(gradient, 1.0 - weight)
         else:
-            # The sum is made in the wider type: a bf16 lerp would round the weight and both terms.
+            # The sum is computed in FP32 or wider, and rounded once.
             momentum = load_state(self.momentum, gradient)
             gradient = gradient.to(momentum.dtype)
-            store_state(self.momentum, momentum.lerp_(gradient, 1.0 - weight))
-        return gradient.lerp(momentum, weight) if self.group["nesterov"] else momentum.clone()
+            momentum.lerp_(gradient, 1.0 - weight)
+            store_state(self.momentum, momentum, self._random_bits("momentum_buffer"))
+        return gradient.lerp(momentum, weight)
 
     def apply(self, update: Tensor) -> None:
         """Decay the parameter and subtract the scaled ``update`` [N, r, c]."""
         lr = self.group["lr"]
         scale = update_scale(self.group["adjust_lr"], self.rows, self.columns)
-        self.parameter.mul_(1.0 - lr * self.group["weight_decay"])
-        self.parameter.add_(update.to(self.parameter.device), alpha=-lr * scale)
+        decay = 1.0 - lr * self.group["weight_decay"]
+        update = update.to(self.parameter.device)
+        if self.parameter.dtype != torch.bfloat16:
+            self.parameter.mul_(decay)
+            self.parameter.add_(update, alpha=-lr * scale)
+            return
+        for matrices in row_slices(self.parameter):
+            weights = self.parameter[matrices].float().mul_(decay)
+            weights.add_(update[matrices], alpha=-lr * scale)
+            store_bfloat16(self.parameter[matrices], weights, self._random_bits("weight", matrices))
+
+    def _random_bits(self, tensor: str, matrices: tuple[slice, ...] = ()) -> RandomBits:
+        assert self.numbers is not None, "a piece in BF16 or 8 bits needs the numbers of its entries"
+        return self.numbers[matrices].random_bits(self.group["updates"], tensor)
 
 
 def canonical(matrices_NRC: Tensor) -> Tensor:
-    """The same matrices with the shorter side first; a view."""
+    """Return the matrices with the shorter side first; a view."""
     return matrices_NRC.mT if matrices_NRC.shape[-2] > matrices_NRC.shape[-1] else matrices_NRC
 
 
 def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
-    """Update pieces that hold whole matrices of one canonical shape, stacked into one iteration.
+    """Update pieces with full matrices of one canonical shape, stacked into one iteration.
 
-    They are rounded to the type in which sharded matrices travel, which keeps one process equal to many.
+    They are rounded to the dtype in which sharded matrices are sent, so that one process gives the same bits as many.
     """
     counts = [piece.parameter.shape[0] for piece in pieces]
     if sum(counts) == 1:
         # Round before transposing: torch transposes fast only within one type and two dimensions.
-        x_SL = canonical(pieces[0].direction()[0].to(settings.gather_dtype)).contiguous()
+        x_SL = canonical(pieces[0].direction()[0].to(settings.dtype)).contiguous()
         update = settings(x_SL[None])
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
     device = state_parts(pieces[0].momentum)[0].device
-    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.gather_dtype, device=device)
+    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.dtype, device=device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
     for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b and c: steepest at zero, and singular values end in [0.7, 1.2]. Source: Keller Jordan,
+"""Coefficients a, b and c: steep at zero; singular values end in [0.7, 1.2]. Source: Keller Jordan,
 https://kellerjordan.github.io/posts/muon."""
 
-# Far below the norm of any gradient that is not zero: experts with few tokens still get updates of full size.
+# Far below the norm of any non-zero gradient: experts with few tokens still get updates of full size.
 LEAST_NORM = 1e-12
-"""Lower bound of the Frobenius norm that a matrix is divided by; a zero matrix stays zero."""
+"""Lower bound for the Frobenius norm by which a matrix is divided; a zero matrix stays zero."""
 
 # On a CPU stacking helps while one iteration fits in the cache of a core; larger matrices go one by one (measured: a
 # quarter faster than either extreme on 96 x 320 in bf16).
@@ -21,12 +21,13 @@ CPU_CACHE_BYTES = 4 << 20
 
 
 def stack_limit(short: int, long: int, dtype: torch.dtype) -> int:
-    """Matrices that a CPU iterates on at once: the stack, its normalised copy, two results, two short x short."""
+    """Return how many matrices fit in a CPU iteration: the stack, its normalised copy, two results, two short x
+    short."""
     return max(1, CPU_CACHE_BYTES // (dtype.itemsize * (4 * short * long + 2 * short * short)))
 
 
 def normalize(x_NSL: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor: each matrix divided by its Frobenius norm (FP32 or better), as ``dtype``."""
+    """Divide each matrix by its Frobenius norm (FP32 or better); a new tensor of ``dtype``."""
     # fp32: a norm rounded to bf16 would shift all singular values by up to half a percent.
     wide = torch.promote_types(x_NSL.dtype, torch.float32)
     norm_N11 = torch.linalg.vector_norm(x_NSL, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min_(LEAST_NORM)
@@ -34,15 +35,17 @@ def normalize(x_NSL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _buffer(x: Tensor) -> Tensor:
-    """For every second result: the first matrices, unless they are transposed, in which products round otherwise."""
+    """Return a buffer for every second result: the input, unless it is transposed, since products would round
+    differently."""
     return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def iterate_into(out_SL: Tensor, x_SL: Tensor, steps: int) -> None:
-    """All iterations on one normalised matrix, which they may overwrite; the result is written to ``out_SL``."""
+    """Run all iterations on one normalised matrix, which may be overwritten; write the result to ``out_SL``."""
     a, b, c = COEFFICIENTS
     gram_SS = x_SL.new_empty(x_SL.shape[0], x_SL.shape[0])
-    polynomial_SS, results = torch.empty_like(gram_SS), (out_SL, _buffer(x_SL))
+    polynomial_SS = torch.empty_like(gram_SS)
+    results = (out_SL, _buffer(x_SL))
     for step in range(steps):
         torch.mm(x_SL, x_SL.mT, out=gram_SS)
         torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c, out=polynomial_SS)
@@ -52,7 +55,7 @@ def iterate_into(out_SL: Tensor, x_SL: Tensor, steps: int) -> None:
 
 
 def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
-    """All iterations on N normalised matrices at once, which they may overwrite."""
+    """Run all iterations on N normalised matrices at once, which may be overwritten."""
     a, b, c = COEFFICIENTS
     gram_NSS = x_NSL.new_empty(*x_NSL.shape[:2], x_NSL.shape[1])
     polynomial_NSS = torch.empty_like(gram_NSS)
@@ -65,13 +68,13 @@ def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize(x_NSL: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """The approximate orthogonal factor of each matrix, in ``dtype``; ``x_NSL`` is not changed.
+    """Compute the approximate orthogonal factor of each matrix, in ``dtype``; ``x_NSL`` is not changed.
 
     Iterates on all matrices at once or one by one, whichever is faster on this device.
 
     Args:
-        x_NSL: [N, S, L] with S <= L, any floating type.
-        dtype: type of the products.
+        x_NSL: [N, S, L] with S <= L, any floating-point dtype.
+        dtype: dtype of the products.
     """
     limit = stack_limit(x_NSL.shape[-2], x_NSL.shape[-1], dtype)
     if x_NSL.device.type != "cpu" or 1 < len(x_NSL) <= limit:

@@ -1,4 +1,4 @@
-"""Muon for the matrices and AdamW for the rest, behind one step, one schedule and one set of named states."""
+"""Muon for matrices and AdamW for other parameters, with one step, one schedule and one set of named states."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from glm46.config.optimizer import OptimizerConfig
 
 
 class OptimizerGroup:
-    """The optimizers of one model; every parameter is in exactly one of them.
+    """Optimizers of one model; every parameter is in exactly one of them.
 
     All states exist from the start, so that a checkpoint can be read into them before the first step.
     """
@@ -28,23 +28,31 @@ class OptimizerGroup:
         roles: Sequence[Role],
         config: OptimizerConfig,
         device: torch.device | None,
+        ns_dtype: torch.dtype,
     ):
-        """``device`` as in `build_optimizers`."""
+        """``device`` and ``ns_dtype`` as in `build_optimizers`."""
         self._parameters = [parameter for _, parameter in named_parameters]
         self.role_table = role_rows(self._parameters, roles, config)
-        """That of this pipeline stage; ``roles.format_role_table`` prints it."""
+        """Role of each parameter of this pipeline stage, for ``roles.format_role_table``."""
         self._matrices = [
             named for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "muon"
         ]
-        self.muon, self._adamw = make_pair(named_parameters, roles, config, device)
+        self.muon, self._adamw = make_pair(named_parameters, roles, config, device, ns_dtype)
         self._peaks = [
             (group, group["lr"]) for optimizer in (self.muon, self._adamw) for group in optimizer.param_groups
         ]
 
-    def step(self, lr_factor: float) -> None:
-        """Update every parameter that has a gradient, at its peak rate times ``lr_factor``."""
+    def step(self, lr_factor: float, number: int | None = None) -> None:
+        """Update every parameter that has a gradient, at its peak rate times ``lr_factor``.
+
+        Args:
+            number: number of the update, different for each; stochastic rounding depends on it. None: the previous
+                number plus one; a new object starts at 0.
+        """
         for group, peak in self._peaks:
             group["lr"] = peak * lr_factor
+            if number is not None:
+                group["updates"] = number
         with named_range("optimizer"):
             self.muon.step()
             self._adamw.step()
@@ -55,7 +63,7 @@ class OptimizerGroup:
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live states by ``<parameter>.<state>``; writing into them loads a checkpoint."""
+        """Return the live states by ``<parameter>.<state>``; writing into them loads a checkpoint."""
         momenta = {
             f"{name}.{key}": value
             for name, parameter in self._matrices
@@ -68,20 +76,21 @@ def build_optimizers(
     named_parameters: Sequence[tuple[str, Tensor]],
     config: OptimizerConfig,
     device: torch.device | None = None,
-    b_lr_ratio: float = 1.0,
     shape: ModelShape | None = None,
+    ns_dtype: torch.dtype = torch.bfloat16,
 ) -> OptimizerGroup:
-    """The optimizers that [optimizer] asks for. Collective over all ranks.
+    """Build the optimizers configured in [optimizer]. Collective over all ranks.
 
     Args:
-        device: computes the updates of Muon; absent: that of the parameters. AdamW updates parameters where they are.
-        b_lr_ratio, shape: see `assign_roles`.
+        device: device that computes Muon's updates; None: device of the parameters. AdamW updates parameters in place.
+        shape: shape of the model, see `assign_roles`.
+        ns_dtype: dtype of Muon's products.
 
     Raises:
         UserError: parameters without a row in the table of parameters.
     """
-    roles = assign_roles([name for name, _ in named_parameters], config, b_lr_ratio, shape)
-    return OptimizerGroup(named_parameters, roles, config, device)
+    roles = assign_roles([name for name, _ in named_parameters], config, shape)
+    return OptimizerGroup(named_parameters, roles, config, device, ns_dtype)
 
 
 def make_pair(
@@ -89,13 +98,14 @@ def make_pair(
     roles: Sequence[Role],
     config: OptimizerConfig,
     device: torch.device | None = None,
+    ns_dtype: torch.dtype = torch.bfloat16,
     *,
     merge: bool = False,
 ) -> tuple[Muon, AdamW]:
-    """Muon and AdamW of [optimizer], each with the parameters of its role; arguments as of `build_optimizers`.
+    """Create Muon and AdamW, each with the parameters of its role; further arguments as in `build_optimizers`.
 
     Args:
-        merge: one group of Muon for all matrices with the same row blocks, instead of one for each matrix.
+        merge: one Muon group for all matrices with the same options, instead of a group for each matrix.
     """
     place: StatePlace
     if config.state_offload == "nvme":
@@ -115,13 +125,15 @@ def make_pair(
         list(groups.values()),
         lr=config.lr,
         momentum=config.momentum,
-        nesterov=config.nesterov,
         ns_steps=config.ns_steps,
         adjust_lr=config.adjust_lr,
-        ns_dtype=getattr(torch, config.ns_dtype),
+        ns_dtype=ns_dtype,
         state_offload=place,
         device=device,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )
-    rest = [(named, role) for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "adamw"]
-    return muon, AdamW([named for named, _ in rest], [(role.decay, role.lr_ratio) for _, role in rest], config, place)
+    adamw_entries = [
+        (named, role) for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "adamw"
+    ]
+    adamw = AdamW([named for named, _ in adamw_entries], [role.decay for _, role in adamw_entries], config, place)
+    return muon, adamw

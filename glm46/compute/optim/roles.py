@@ -1,4 +1,4 @@
-"""The optimizer of each parameter, from the table in `run/parameters.py`, and the printed table of roles."""
+"""Optimizer of each parameter, from the table in `run/parameters.py`, and the printed table of roles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from glm46.run.parameters import ADAPTER_PARAMETERS, PARAMETERS, find_parameter
 
 @dataclass(frozen=True)
 class Role:
-    """The role of one parameter.
+    """Role of one parameter.
 
     ``rule`` is its line in the printed table, ``optimizer`` "muon" or "adamw". ``row_blocks`` equal blocks of rows are
     separate matrices that share one tensor, because a fused layout must not change the optimizer.
@@ -23,15 +23,13 @@ class Role:
     optimizer: str
     decay: bool
     row_blocks: int
-    lr_ratio: float = 1.0
-    """Of its learning rate to that of the others under AdamW."""
     head_rows: tuple[int, ...] = ()
-    """Rows of the matrices in place of equal blocks, see `Parameter.head_rows`."""
+    """Rows of each matrix instead of equal blocks, see `Parameter.head_rows`."""
 
 
 @dataclass(frozen=True)
 class RoleRow:
-    """One printed line: a rule, its optimizer, its weight decay, and how many tensors and parameters it has here."""
+    """Printed line: a rule, its optimizer, its weight decay, and its numbers of tensors and parameters."""
 
     rule: str
     optimizer: str
@@ -40,47 +38,46 @@ class RoleRow:
     parameters: int
 
 
-def assign_roles(
-    names: Sequence[str], config: OptimizerConfig, b_lr_ratio: float = 1.0, shape: ModelShape | None = None
-) -> list[Role]:
-    """The role of each parameter, in the order given; ``b_lr_ratio`` is the `lr_ratio` of every B of an adapter,
-    ``shape`` that of the model, which latent attention needs.
+def assign_roles(names: Sequence[str], config: OptimizerConfig, shape: ModelShape | None = None) -> list[Role]:
+    """Assign a role to each parameter, in the order of ``names``. ``shape``: shape of the model, required for latent
+    attention.
 
     Raises:
-        UserError: names without a row in the table, all of them at once.
+        UserError: names without a row in the table; lists all of them.
     """
-    roles, faults = [], []
+    roles = []
+    faults = []
     for name in names:
         try:
             row = find_parameter(name)
         except KeyError:
             faults.append(f"parameter {name} has no row in glm46/run/parameters.py: add one")
             continue
-        lr_ratio = b_lr_ratio if row.group == "adapter B" else 1.0
         heads: tuple[int, ...] = ()
         if row.head_rows:
             assert shape is not None, f"{name} has a matrix for each head"
             heads = row.block_rows(shape)
-        roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, lr_ratio, heads))
+        roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, heads))
     raise_if(faults)
     return roles
 
 
 def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: OptimizerConfig) -> list[RoleRow]:
-    """The table of the rules that have parameters here, in the order of ``PARAMETERS``; whole tensors, not shards."""
+    """Build the table of the rules with parameters on this stage, in the order of ``PARAMETERS``; counts full
+    tensors."""
     rows = []
     for rule in dict.fromkeys(row.group for row in (*PARAMETERS, *ADAPTER_PARAMETERS)):
-        mine = [(tensor, role) for tensor, role in zip(tensors, roles, strict=True) if role.rule == rule]
-        if mine:
-            role = mine[0][1]
+        matching = [(tensor, role) for tensor, role in zip(tensors, roles, strict=True) if role.rule == rule]
+        if matching:
+            role = matching[0][1]
             decay = config.weight_decay if role.decay else 0.0
-            parameters = sum(tensor.numel() for tensor, _ in mine)
-            rows.append(RoleRow(rule, role.optimizer, decay, len(mine), parameters))
+            parameters = sum(tensor.numel() for tensor, _ in matching)
+            rows.append(RoleRow(rule, role.optimizer, decay, len(matching), parameters))
     return rows
 
 
 def add_role_rows(tables: Sequence[Sequence[RoleRow]]) -> list[RoleRow]:
-    """The sum of several tables, such as those of pipeline stages."""
+    """Add several tables, for example of pipeline stages."""
     totals: dict[tuple, list[int]] = {}
     for row in (row for table in tables for row in table):
         total = totals.setdefault((row.rule, row.optimizer, row.weight_decay), [0, 0])
@@ -90,7 +87,7 @@ def add_role_rows(tables: Sequence[Sequence[RoleRow]]) -> list[RoleRow]:
 
 
 def format_role_table(rows: Sequence[RoleRow]) -> str:
-    """The table as plain text."""
+    """Format the table as plain text."""
     cells = [("rule", "optimizer", "weight decay", "tensors", "parameters")]
     cells += [
         (row.rule, row.optimizer, f"{row.weight_decay:g}", f"{row.tensors:,}", f"{row.parameters:,}") for row in rows

@@ -20,24 +20,25 @@ from glm46.run.sizes import OFFLOAD_SLOTS
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _THREADS = 2
-"""One may read while the other writes."""
+"""Number of threads: one can read while the other writes."""
 
 
 class StateFile:
-    """Makes zeros in the memory-mapped file of one rank.
+    """Memory-mapped file of one rank for optimizer states.
 
-    The file has no name, so its space is free again when the process ends, however it ends: a run goes on from its
+    The file has no name, so its space is freed when the process ends, however it ends: a run resumes from its
     checkpoints, never from this file. All space is reserved before training starts.
 
     Args:
-        folder: on a local disk.
+        folder: folder on a local disk.
 
     Raises:
-        UserError: no file can be made in the folder.
+        UserError: no file can be created in the folder.
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._bytes = folder, 0
+        self._folder = folder
+        self._bytes = 0
         if fault := local_disk_fault(folder):
             raise UserError(state_folder_message(folder, fault))
         try:
@@ -46,7 +47,7 @@ class StateFile:
             raise UserError(state_folder_message(folder, f"no file can be made: {error.strerror}")) from error
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """See `muon_layout.Zeros`; the tensor is in host memory as far as it is used.
+        """Create zeros in the file, see `muon_layout.Zeros`; only used pages of the tensor are in host memory.
 
         Raises:
             UserError: the disk is full.
@@ -65,8 +66,8 @@ class StateFile:
 
 
 class StateRing:
-    """Host slots, pinned beside a GPU, through which the items of a step pass, read ahead and written back behind:
-    ``begin``, then `fetch` and `put` once for each item in order, then ``end``."""
+    """Host slots, pinned if there is a GPU, that buffer the items of a step: later items are read ahead and earlier
+    items written back. Call ``begin``, then `fetch` and `put` once for each item in order, then ``end``."""
 
     def __init__(self, items: Sequence[Sequence[State]], slot_bytes: int, *, pin: bool):
         """``items`` are views of the states in the file, disjoint."""
@@ -82,11 +83,11 @@ class StateRing:
         self._reads = {n: self._threads.submit(self._read, n) for n in range(min(OFFLOAD_SLOTS, len(self._items)))}
 
     def slot(self, number: int) -> list[State]:
-        """The tensors of an item in its slot."""
+        """Return the tensors of an item in its slot."""
         return views_like(self._items[number], self._slots[number % OFFLOAD_SLOTS])
 
     def fetch(self, number: int) -> list[State]:
-        """`slot`, once the item is read into it."""
+        """Return `slot` after the item has been read into it."""
         self._reads.pop(number).result()
         return self.slot(number)
 
@@ -94,7 +95,7 @@ class StateRing:
         """Write the slot of an item back to the file, and read the next item that uses this slot.
 
         Args:
-            arrival: when the copy from the device to the slot is done; None if it is.
+            arrival: event after the copy from the device to the slot; None if the copy is complete.
         """
         work = self._threads.submit(self._write, number, arrival)
         self._writes.append(work)

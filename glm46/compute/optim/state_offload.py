@@ -1,9 +1,9 @@
-"""Optimizer states in host memory or in a file, on the device only while they are used.
+"""Offload of optimizer states to host memory or a file; they are on the device only while they are used.
 
 A step uses its states in a fixed order of items. While one item is updated, the next one is copied to the device and
 the previous one to the host, in three slots of device memory and one stream per direction; a file adds a ring of host
-memory before them. States that stay on the device pass through the same class without a copy, so all kinds of run do
-the same arithmetic.
+buffers. States that stay on the device pass through the same class without a copy, so all kinds of run do the same
+arithmetic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,32 +18,35 @@ from glm46.compute.optim.state_file import StateFile, StateRing
 from glm46.run.sizes import OFFLOAD_SLOTS
 
 StatePlace = Literal["none", "cpu"] | StateFile
-"""Where states are between steps: on the device, in host memory, or in a file."""
+"""Location of states between steps: the device, host memory, or a file."""
 
 
 def zeros_at(place: StatePlace) -> Zeros:
-    """Makes states at a place."""
+    """Return the function that creates states at a place."""
     if isinstance(place, StateFile):
         return place.zeros
     return zeros_on_device if place == "none" else zeros_in_host_memory
 
 
 class StateStream:
-    """The states of one optimizer, item by item: ``begin``, then ``take`` once per item in order, then ``end``."""
+    """States of one optimizer, item by item: call ``begin``, then ``take`` once per item in order, then ``end``."""
 
     def __init__(self, items: Sequence[Sequence[State]], device: torch.device, place: StatePlace):
         """``items`` are this rank's views of the states, disjoint; ``device`` updates them."""
-        self._items, self._device, self._is_offloaded = items, device, place != "none"
+        self._items = items
+        self._device = device
+        self._is_offloaded = place != "none"
         self._slot_bytes = max(map(packed_bytes, items), default=0)
         self._next = 0
         self._staged: Sequence[State] = ()
         self._on_gpu = self._is_offloaded and device.type == "cuda"
         self._ring = StateRing(items, self._slot_bytes, pin=self._on_gpu) if isinstance(place, StateFile) else None
         if self._on_gpu:
-            self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._inward = torch.cuda.Stream(device)
+            self._outward = torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Make the slots and start to copy the first item."""
+        """Allocate the slots and start to copy the first item."""
         self._next = 0
         if not self._is_offloaded or not self._items:
             return
@@ -52,14 +55,15 @@ class StateStream:
         if self._ring is not None:
             self._ring.begin()
         if self._on_gpu:
-            # Work that used the memory of the slots before may still be queued.
+            # Earlier work on the memory of the slots may still be queued.
             self._inward.wait_stream(torch.cuda.current_stream(self._device))
         self._load(0)
 
     @contextmanager
     def take(self) -> Iterator[Sequence[State]]:
-        """The states of the next item on the device. Leaving the block stores what was written to them."""
-        number, self._next = self._next, self._next + 1
+        """Context with the states of the next item on the device. Leaving it stores their changes."""
+        number = self._next
+        self._next = self._next + 1
         if not self._is_offloaded:
             yield self._items[number]
             return
@@ -72,13 +76,14 @@ class StateStream:
         self._store(number, staged)
 
     def end(self) -> None:
-        """Wait until all states are back, so that checkpoints can read them without waiting for streams."""
+        """Wait until all states are stored, so that checkpoints can read them without waiting for streams."""
         assert self._next == len(self._items), "a step must take every item"
         if self._on_gpu:
             self._outward.synchronize()
         if self._ring is not None:
             self._ring.end()
-        self._slots, self._staged = torch.empty(0), ()
+        self._slots = torch.empty(0)
+        self._staged = ()
 
     def _load(self, number: int) -> None:
         source = self._items[number] if self._ring is None else self._ring.fetch(number)
@@ -86,8 +91,8 @@ class StateStream:
         if not self._on_gpu:
             copy_states(self._staged, source)
             return
-        if (left := self._left[number % OFFLOAD_SLOTS]) is not None:
-            self._inward.wait_event(left)
+        if (stored := self._left[number % OFFLOAD_SLOTS]) is not None:
+            self._inward.wait_event(stored)
         with torch.cuda.stream(self._inward):
             copy_states(self._staged, source)
 

@@ -39,7 +39,7 @@ _OPERATORS = {
 """Operators whose results selective checkpointing keeps, by the names that `recompute` takes."""
 Put = Callable[[Tensor], Callable[[], Tensor]]
 _OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""Of `checkpoint`. The model generates no random numbers."""
+"""Options of `checkpoint`. The model generates no random numbers."""
 
 
 def apply(
@@ -54,8 +54,8 @@ def apply(
     Args:
         mode: "full" saves the input of a layer; "selective" also saves the results that cost most to recompute.
         recompute: names of results that "selective" does not save.
-        every_n_layers: only the first of so many layers is checkpointed.
-        cpu_checkpointing: what is saved waits in host memory.
+        every_n_layers: only the first of this many consecutive layers is checkpointed.
+        cpu_checkpointing: keep the saved tensors in host memory until backward needs them.
     """
     copies = HostCopies() if cpu_checkpointing else None
     for number, layer in enumerate((*model.layers.values(), *model.mtp.values())[::every_n_layers]):
@@ -78,21 +78,23 @@ def apply(
 def _in_host_memory(
     copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: Any
 ) -> Any:
-    """The result of a checkpointed ``forward``, whose kept tensors are in host memory, but for the arguments at the
-    places of ``stay``."""
+    """Return the result of a checkpointed ``forward`` whose kept tensors are in host memory, except the arguments at
+    the positions in ``stay``."""
     if not torch.is_grad_enabled():
         return forward(*arguments)
     layer = copies.begin(is_first)
 
     kept = [
-        layer.copy(each) if isinstance(each, Tensor) and each.is_floating_point() and place not in stay else each
-        for place, each in enumerate(arguments)
+        layer.copy(argument)
+        if isinstance(argument, Tensor) and argument.is_floating_point() and place not in stay
+        else argument
+        for place, argument in enumerate(arguments)
     ]
     first = [arguments]  # the tensors themselves, with their place in the graph, for the forward alone
 
     def run(*arguments: Any) -> Any:
-        given = first.pop() if first else (a.take() if isinstance(a, Copied) else a for a in arguments)
-        return forward(*given)
+        restored = first.pop() if first else (a.take() if isinstance(a, Copied) else a for a in arguments)
+        return forward(*restored)
 
     in_host = functools.partial(contexts, put=lambda x: layer.copy(x).take)
     return checkpoint(run, *kept, context_fn=in_host, **_OPTIONS)
@@ -105,31 +107,31 @@ def recomputation_contexts(
     reads_down: bool = False,
     put: Put | None = None,
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a forward and of its recomputation.
+    """Return the contexts of a forward and of its recomputation.
 
     Args:
-        reads_result: backward needs what the experts of other ranks return. Without, a chunk's rows are not sent back
-            while those of the next one are computed again.
-        reads_down: backward needs what the experts' second product returns.
-        put: moves what is kept of a tensor, and returns what gives it back; otherwise it stays where it is.
+        reads_result: True if backward needs the results of the experts of other ranks. If False, a chunk's rows are not
+            sent back while the rows of the next chunk are computed again.
+        reads_down: True if backward needs the result of the experts' second product.
+        put: moves a kept tensor, and returns a function that returns it; None to leave tensors where they are.
     """
-    left_out: tuple[Part, ...] = () if reads_result else ("back",)
+    skipped: tuple[Part, ...] = () if reads_result else ("back",)
     reads_down = reads_down or reads_result
     if mode == "full":
-        return recomputation(left_out, (nullcontext(), _Recalling(_Results(set(), reads_down, put))))
+        return recomputation(skipped, (nullcontext(), _Recalling(_Results(set(), reads_down, put))))
     saved = set[object]().union(*(_OPERATORS[name] for name in _OPERATORS.keys() - set(recompute)))
     # The choice of experts, which is small, and must match the rows that were exchanged.
     saved.add(_aten.topk.default)
     results = _Results(saved, reads_down, put)
-    if "exchange" not in recompute:  # it keeps what the last hop brings
-        left_out = ("first hop", *left_out)
-    return recomputation(left_out, (_Keeping(results), _Recalling(results)))
+    if "exchange" not in recompute:  # the results of the last hop are kept
+        skipped = ("first hop", *skipped)
+    return recomputation(skipped, (_Keeping(results), _Recalling(results)))
 
 
 def _changed(change: Callable, results: Any, kind: Any) -> Any:
-    """The result of an operator, or each of several, changed if it is of a kind."""
+    """Return the result of an operator, or each of several results, changed if it is of this kind."""
     if isinstance(results, tuple):
-        return tuple(_changed(change, each, kind) for each in results)
+        return tuple(_changed(change, result, kind) for result in results)
     return change(results) if isinstance(results, kind) else results
 
 
@@ -137,7 +139,9 @@ class _Results:
     """Holds functions that return the kept results of one forward of a layer, by operator, in their order."""
 
     def __init__(self, saved: set[object], reads_down: bool, put: Put | None):
-        self.saved, self.reads_down, self.put = saved, reads_down, put
+        self.saved = saved
+        self.reads_down = reads_down
+        self.put = put
         self.kept: deque[Any] = deque()
 
 
@@ -146,36 +150,39 @@ class _Keeping(compat.DispatchMode):
 
     def __init__(self, results: _Results):
         super().__init__()
-        self._results, self._products = results, 0
-        self._found: list[Any] = []
+        self._results = results
+        self._products = 0
+        self._saved_results: list[Any] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         out = operator(*arguments, **keywords or {})
         if operator in self._results.saved:
-            found = _changed(Tensor.detach, out, Tensor)
+            saved = _changed(Tensor.detach, out, Tensor)
             self._products += operator in _OPERATORS["experts"]
             if operator in _OPERATORS["experts"] and self._products % 2 == 0 and not self._results.reads_down:
-                # Of the second of the experts' two products only what adapters keep is read: its shape is enough.
-                y, *others = found if isinstance(found, tuple) else (found,)
+                # Nobody reads the result of the experts' second product, so its shape is enough. What adapters keep
+                # of it is read.
+                y, *others = saved if isinstance(saved, tuple) else (saved,)
                 empty = functools.partial(torch.empty_strided, y.shape, y.stride(), dtype=y.dtype, device=y.device)
-                found = (empty, *others) if others else empty
-            self._found.append(found)
+                saved = (empty, *others) if others else empty
+            self._saved_results.append(saved)
         return out
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Not before: rows of an exchange have arrived only once they have been awaited.
+        # Not earlier: rows of an exchange have arrived only after they were awaited.
         put = self._results.put or (lambda x: lambda: x)
-        self._results.kept.extend(_changed(put, found, Tensor) for found in self._found)
-        self._found = []
+        self._results.kept.extend(_changed(put, saved, Tensor) for saved in self._saved_results)
+        self._saved_results = []
 
 
 class _Recalling(compat.DispatchMode):
-    """Gives the kept results to a recomputation, once, and leaves out what backward does not read."""
+    """Gives the kept results to a recomputation, once, and skips the products that backward does not read."""
 
     def __init__(self, results: _Results):
         super().__init__()
-        self._results, self._products = results, 0
+        self._results = results
+        self._products = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         if operator in self._results.saved:

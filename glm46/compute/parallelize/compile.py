@@ -12,10 +12,11 @@ from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.quantised_weights import let_conversions_compile
 from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.compiled_code import repair_compiled_code
 
 _MOST_COMPILATIONS = 32
-"""Of a layer's forward: dense and with experts, with and without gradients, in training and of other shapes in
-validation and probes, each for one row and for several, with and without shared prefixes."""
+"""Maximum number of compilations of a layer's forward: dense and with experts, with and without gradients, in training
+and of other shapes in validation and probes, each for one row and for several, with and without shared prefixes."""
 
 
 def apply(
@@ -34,9 +35,10 @@ def apply(
             exchange stays outside the graphs, because its sizes are known only at run time.
         sizes_vary: steps have other numbers of rows, or of tokens in a row.
         splits_backward: the pipeline schedule runs backward in two halves.
-        inner_layers: of prediction layers compile the decoder layer alone, which is then checkpointed: no graph can
-            have our checkpointing inside.
+        inner_layers: compile only the decoder layer of each prediction layer, which is then checkpointed: no graph
+            can contain our checkpointing.
     """
+    repair_compiled_code()
     compat.let_layers_compile(_MOST_COMPILATIONS)
     compat.let_longest_run_vary()
     if splits_backward:
@@ -44,42 +46,54 @@ def apply(
     if torch.cuda.is_available():
         let_conversions_compile()
     ahead: list[Any] = [*model.mtp.values()]
-    for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in ahead)):
+    for layer in (*model.layers.values(), *(layer.block if inner_layers else layer for layer in ahead)):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):
-                experts: Any = module.experts
-                experts.forward = _for_any_number_of_rows(torch.compile(experts.forward))
+                _compile_experts(module.experts, overlaps=getattr(module.dispatcher, "chunks", 1) > 1)
+
+
+def _compile_experts(experts: Any, *, overlaps: bool) -> None:
+    """Compile the experts of a layer; if chunks of tokens travel between their products, compile these instead."""
+    if overlaps:
+        experts.forward = torch.compiler.disable(experts.forward)
+        experts.first_product = _for_any_number_of_rows(torch.compile(experts.first_product))
+        experts.second_product = _for_any_number_of_rows(torch.compile(experts.second_product))
+    else:
+        experts.forward = _for_any_number_of_rows(torch.compile(experts.forward))
 
 
 def _for_any_number_of_rows(forward: Callable) -> Callable:
-    """The forward of experts, compiled once. By itself `torch.compile` makes code for the first number of rows too: a
-    layer runs by it, and its recomputation by that for any number, which may keep tensors in another order.
+    """Return a compiled forward of experts, or of one of their products, with one graph for any number of rows.
 
-    It runs after the hook of FSDP2, which makes new tensors, and for each chunk of rows."""
+    By itself `torch.compile` makes code for the first number of rows too: a layer runs by it, and its recomputation by
+    the code for any number, which may keep tensors in another order. The wrapper runs after the hook of FSDP2, which
+    makes new tensors, and for each chunk of rows.
+    """
 
     @torch.compiler.disable
-    def call(x_ND: Tensor, weights_N: Tensor, *others: object):
-        for varying in (x_ND, weights_N):
-            compat.let_size_vary(varying, 0)
-        return forward(x_ND, weights_N, *others)
+    def call(*arguments: Tensor | None):
+        for tensor in arguments:
+            if tensor is not None and tensor.is_floating_point():  # not the offsets, whose number is fixed
+                compat.let_size_vary(tensor, 0)
+        return forward(*arguments)
 
     return call
 
 
 def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:
-    """The forward of a layer, compiled once for any number of documents and of keys, and perhaps of rows and
+    """Return a compiled forward of a layer with one graph for any number of documents and keys, and perhaps of rows and
     tokens."""
 
     def call(*arguments: object):
-        for given in arguments:
-            if isinstance(given, AttentionLayout):
-                compat.let_size_vary(given.cu_seq_q, 0)
-                compat.let_size_vary(given.cu_seq_k, 0)
-                if isinstance(given.exchange, KeyExchange):
-                    compat.let_size_vary(given.exchange.keys, 0)
+        for argument in arguments:
+            if isinstance(argument, AttentionLayout):
+                compat.let_size_vary(argument.cu_seq_q, 0)
+                compat.let_size_vary(argument.cu_seq_k, 0)
+                if isinstance(argument.exchange, KeyExchange):
+                    compat.let_size_vary(argument.exchange.keys, 0)
             elif sizes_vary:
-                for tensor in given if type(given) is tuple else (given,):
+                for tensor in argument if type(argument) is tuple else (argument,):
                     if isinstance(tensor, Tensor):
                         for dim in range(2):
                             compat.let_size_vary(tensor, dim)

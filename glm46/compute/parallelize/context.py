@@ -39,12 +39,12 @@ def take_part(
     ring: bool = False,
     prefix_ids: Tensor | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of whole rows, on the CPU, and their `layout` if there is one; arguments of the model.
+    """Return this rank's part of whole rows, on the CPU, with their `layout` if there is one: arguments of the model.
 
     Args:
         rows: [B, S], [B, K, S] or [B, S, L, A], ``input_ids`` among them.
         document_ids: [B, S]; None to attend across documents.
-        window: of the model.
+        window: sliding window of the model.
         shard: None without context parallelism.
         ring, prefix_ids: see `attention_layout`.
     """
@@ -60,16 +60,16 @@ def take_part(
 
 def _gathering(core: Any, shard: SequenceShard) -> Any:
     @torch.compiler.disable
-    def of_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
+    def gather_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
         x = x.flatten(0, 1)
         if exchange.tokens is None:
             # As one row: parts of several rows would be copied into the order of the rows, and again into the runs'.
             gathered = gather_sequence(x.unsqueeze(0), shard.group)[0]
         else:
             gathered = exchange_rows(x.index_select(0, exchange.tokens), exchange.send, exchange.receive, shard.group)
-        found = gathered.index_select(0, exchange.keys).unsqueeze(0)
-        compat.let_size_vary(found, 1)
-        return found
+        run_keys = gathered.index_select(0, exchange.keys).unsqueeze(0)
+        compat.let_size_vary(run_keys, 1)
+        return run_keys
 
     @torch.compiler.disable
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
@@ -80,8 +80,8 @@ def _gathering(core: Any, shard: SequenceShard) -> Any:
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)
         if callable(v):  # latent attention: rows are gathered, and expanded after it
-            return core(q, of_runs(k, layout.exchange), v, layout._replace(exchange=None))
+            return core(q, gather_runs(k, layout.exchange), v, layout._replace(exchange=None))
         # The gathered keys are free again before the values come.
-        return core(q, of_runs(k, layout.exchange), of_runs(v, layout.exchange), layout._replace(exchange=None))
+        return core(q, gather_runs(k, layout.exchange), gather_runs(v, layout.exchange), layout._replace(exchange=None))
 
     return gathering_core

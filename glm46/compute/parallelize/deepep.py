@@ -5,7 +5,7 @@ In backward the gradient of what arrived goes back as results do, and the gradie
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,18 @@ from torch import Tensor
 
 from glm46.compute.distributed.device_time import waiting_for_ranks
 from glm46.compute.distributed.recomputation import leaves_out, recalled, will_leave_out
-from glm46.compute.model.dispatch import Sum
+from glm46.compute.model.dispatch import ArrivedRows, Copies
 from glm46.compute.model.router import Routing
 from glm46.compute.parallelize.two_level import copy_to_experts, place_at_experts
 from glm46.config.errors import UserError
 from glm46.run.plan import Plan
 
-LEAST_CAPABILITY, LEAST_NCCL = (9, 0), (2, 30, 4)
+LEAST_CAPABILITY = (9, 0)
+LEAST_NCCL = (2, 30, 4)
 
 
 def open_buffer(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """DeepEP's buffer for the ranks of a group, which all layers share. Collective.
+    """Return DeepEP's buffer for the ranks of a group, which all layers share. Collective.
 
     Raises:
         UserError: DeepEP cannot run here.
@@ -31,7 +32,7 @@ def open_buffer(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> A
     if (reason := why_not(device)) is not None:
         raise UserError(f'parallelism.expert_exchange = "deepep": {reason}; or use "two_level"')
     if torch.are_deterministic_algorithms_enabled():
-        # Filling would run beside the kernels that write into the same memory; DeepEP refuses it.
+        # Filling would run at the same time as the kernels that write into the same memory; DeepEP refuses it.
         switches: Any = torch.utils.deterministic
         switches.fill_uninitialized_memory = False
     return _open(group, plan.most_tokens, plan.shape.hidden_size, plan.shape.num_experts_per_tok)
@@ -48,14 +49,14 @@ def _open(group: dist.ProcessGroup, tokens: int, width: int, chosen: int) -> Any
 
 
 def why_not(device: torch.device) -> str | None:
-    """The reason why DeepEP cannot run on this device, with a remedy, if there is one."""
+    """Return the reason why DeepEP cannot run on this device, with a remedy, if there is one."""
     if device.type != "cuda":
         return f"it needs GPUs, and the run is on {device.type}; train on GPUs"
     if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         return f"it needs GPUs of compute capability 9.0 or more, and this one has {'.'.join(map(str, capability))}"
     if (nccl := torch.cuda.nccl.version()) < LEAST_NCCL:
-        needed, found = (".".join(map(str, version)) for version in (LEAST_NCCL, nccl))
-        return f"it needs NCCL {needed} or newer, and torch has {found}; install a newer torch"
+        needed, installed = (".".join(map(str, version)) for version in (LEAST_NCCL, nccl))
+        return f"it needs NCCL {needed} or newer, and torch has {installed}; install a newer torch"
     try:
         import deep_ep
     except ModuleNotFoundError as error:
@@ -86,7 +87,9 @@ class _Way:
     """The way of the tokens of a layer to their experts and back. It is used once, by a forward or a recomputation."""
 
     def __init__(self, buffer: Any):
-        self.buffer, self.sent, self.event = buffer, recalled(_Sent), None
+        self.buffer = buffer
+        self.sent = recalled(_Sent)
+        self.event = None
         self.returning: tuple | None = None
         """In backward, the gradients of rows and weights in transit."""
 
@@ -97,9 +100,12 @@ class _Way:
             return sent.rows_MD.detach()
         if sent.handle is None:
             rows_MD, sent.experts_MA, sent.weights_MA, sent.handle, self.event = self.buffer.dispatch(
-                x_TD, topk_idx=experts_TA, topk_weights=weights_TA, num_experts=num_experts,
+                x_TD,
+                topk_idx=experts_TA,
+                topk_weights=weights_TA,
+                num_experts=num_experts,
                 async_with_compute_stream=True,
-            )  # fmt: skip
+            )
             # What selective checkpointing keeps: the last rows on the way there.
             sent.rows_MD = rows_MD if will_leave_out("first hop") else None
         else:
@@ -108,7 +114,8 @@ class _Way:
 
     def wait(self) -> None:
         """Let kernels wait for what `dispatch` started."""
-        event, self.event = self.event, None
+        event = self.event
+        self.event = None
         if event is not None:
             with waiting_for_ranks():
                 event.current_stream_wait()
@@ -123,7 +130,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_: Tensor):
-        (grad_TD, grad_TA, event), ctx.way.returning = ctx.way.returning, None
+        grad_TD, grad_TA, event = ctx.way.returning
+        ctx.way.returning = None
         event.current_stream_wait()
         return grad_TD, grad_TA, None, None, None
 
@@ -158,42 +166,55 @@ class _Back(torch.autograd.Function):
         return ctx.way.buffer.dispatch(grad_TD.contiguous(), handle=ctx.way.sent.handle)[0], None, None
 
 
+class _SentRows(NamedTuple):
+    rows_MD: Tensor
+    weights_MA: Tensor
+    way: _Way
+    experts_per_rank: int
+    tokens: int
+    """Tokens of this rank."""
+
+
+class _WayBack(NamedTuple):
+    copies: Copies
+    way: _Way
+    tokens: int
+
+
 class DeepEPDispatcher:
     """A `TokenDispatcher` by a buffer of DeepEP, for BF16. Experts see the rows that `AllToAllDispatcher` gives them,
     in the same order. DeepEP sums the results of a token by host, then on its rank, and rounds each sum."""
 
     def __init__(self, group: dist.ProcessGroup, buffer: Any):
-        self._ranks, self._buffer = dist.get_world_size(group), buffer
+        self._ranks = dist.get_world_size(group)
+        self._buffer = buffer
         self.multiple = 1
 
     @torch.compiler.disable
-    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> _SentRows:
         """See `TokenDispatcher.start`. Collective."""
-        way, most = _Way(self._buffer), self._buffer.num_max_tokens_per_rank
-        if len(x_TD) > most:
-            why = f"a rank has {len(x_TD):,} tokens at once, and a micro-batch, for which its buffer is, {most:,}"
-            raise UserError(f'parallelism.expert_exchange = "deepep": {why}; use "two_level"')
+        way = _Way(self._buffer)
+        capacity = self._buffer.num_max_tokens_per_rank
+        if len(x_TD) > capacity:
+            fault = f"a rank has {len(x_TD):,} tokens at once, and a micro-batch, for which its buffer is, {capacity:,}"
+            raise UserError(f'parallelism.expert_exchange = "deepep": {fault}; use "two_level"')
         # Weight 0: dropped by padding or the capacity, and not sent.
         experts_TA = torch.where(routing.weights > 0, routing.experts, -1).to(torch.int64)
-        in_flight = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, way)
-        return in_flight, way, num_experts // self._ranks, len(x_TD)
+        rows_MD, weights_MA = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, way)
+        return _SentRows(rows_MD, weights_MA, way, num_experts // self._ranks, len(x_TD))
 
     @torch.compiler.disable
-    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def arrived(self, sent: _SentRows) -> tuple[ArrivedRows, _WayBack, None]:
         """See `TokenDispatcher.arrived`."""
-        in_flight, way, experts_here, tokens = pending
-        x_MD, weights_MA = _Finish.apply(*in_flight, way)
-        experts_MA, total = way.sent.experts_MA, sum(way.sent.handle.num_recv_tokens_per_expert_list)
-        places = place_at_experts(experts_MA, experts_MA >= 0, experts_here, 1, total)
-        x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
-        return x_ND, weights_N, offsets, (copies, way, tokens)
-
-    def rest(self, context: Any) -> tuple:
-        """See `TokenDispatcher.rest`: none."""
-        return ()
+        way = sent.way
+        x_MD, weights_MA = _Finish.apply(sent.rows_MD, sent.weights_MA, way)
+        experts_MA = way.sent.experts_MA
+        total = sum(way.sent.handle.num_recv_tokens_per_expert_list)
+        places = place_at_experts(experts_MA, experts_MA >= 0, sent.experts_per_rank, 1, total)
+        rows, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
+        return rows, _WayBack(copies, way, sent.tokens), None
 
     @torch.compiler.disable
-    def combine(self, y: Any, context: Any) -> Tensor:
+    def combine(self, results: Tensor, way: _WayBack) -> Tensor:
         """See `TokenDispatcher.combine`. Collective."""
-        copies, way, tokens = context
-        return _Back.apply(Sum.apply(y, *copies), way, tokens)
+        return _Back.apply(way.copies.sum_rows(results), way.way, way.tokens)

@@ -1,11 +1,11 @@
-"""The order in which tokens travel to experts on other ranks and back: all at once, or in two chunks, so that the rows
-of one travel while the experts compute the other.
+"""Sends tokens to experts on other ranks and back: all at once, or in two chunks, so that the rows of one travel while
+the experts compute the other.
 
 Backward runs the same in reverse, because an `Exchange` sends its gradient where it was finished.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,144 +14,274 @@ from torch import Tensor
 from glm46.compute.distributed.collectives import Exchange, exchange_rows
 from glm46.compute.distributed.recomputation import recalled
 from glm46.compute.model.dispatch import (
-    Copy,
-    Sum,
+    ArrivedRows,
+    Copies,
+    ExpertProducts,
     pad_groups,
     pad_weights,
     sort_assignments,
 )
 from glm46.compute.model.router import Routing
 
-
-class Planned(NamedTuple):
-    """The way of one chunk, before the sizes of others are known."""
-
-    numbers_RX: Tensor
-    """int64: X numbers for each rank."""
-    way: Any
+# Records that cross the call of the experts are named tuples: FSDP2 finds tensors in tuples, not in other objects.
 
 
-class AllToAllDispatcher:
+class HopSizes(NamedTuple):
+    """Numbers of rows of one exchange, known on the host."""
+
+    send: list[int]
+    """Rows to each rank of the group."""
+    receive: list[int]
+    """Rows from each rank of the group."""
+
+
+class InFlight(NamedTuple):
+    """Exchanges that have started."""
+
+    sent: tuple[Tensor, ...]
+    exchanges: tuple[Exchange, ...]
+
+    def finish(self, number: int) -> Tensor:
+        """Wait for one of the exchanges."""
+        return self.exchanges[number].finish(self.sent[number])
+
+
+class Hop(NamedTuple):
+    """One exchange of rows between the ranks of a group."""
+
+    copies: Copies
+    """Copies of this rank's rows, in the order of the ranks that get them."""
+    sizes: HopSizes
+    group: dist.ProcessGroup
+
+    def start_back(self, y: Tensor) -> InFlight:
+        """Return rows to the ranks that they came from. Collective."""
+        back = Exchange(self.sizes.receive, self.sizes.send, self.group, "back")
+        return InFlight((back.start(y),), (back,))
+
+    def finish_back(self, in_flight: InFlight) -> Tensor:
+        """Sum the returned copies of each row."""
+        return self.copies.sum_rows(in_flight.finish(0))
+
+
+class ArrivedChunk(NamedTuple):
+    """The way back of a chunk that has arrived at its experts."""
+
+    copies: Copies
+    """Copies of the received rows for the experts."""
+    hops: tuple[Hop, ...]
+    """The exchanges that brought the rows, the last one at the end."""
+
+
+class ReturningChunk(NamedTuple):
+    """A chunk on its way back."""
+
+    in_flight: InFlight
+    hops: tuple[Hop, ...]
+    """The exchanges that remain, the one in flight at the end."""
+
+
+class _HasNumbers(Protocol):
+    @property
+    def numbers_RX(self) -> Tensor:
+        """int64 [R, X]: X numbers for each rank of the group."""
+
+
+Planned = TypeVar("Planned", bound=_HasNumbers)
+"""Routing of a chunk, before the ranks know each other's sizes."""
+Sizes = TypeVar("Sizes")
+"""Numbers of rows of a chunk, known on the host."""
+SentChunk = TypeVar("SentChunk", bound=tuple)
+"""A chunk on its way to the experts: a named tuple."""
+
+
+class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
     """A `TokenDispatcher` over the ranks of a group: expert e is on rank e // (experts per rank).
 
-    It sends a row for each expert of a token, all tokens at once or in two chunks. Rows dropped by padding or the
-    capacity are not sent. Experts see the rows of a chunk in the order (expert, rank, token), so that results do not
-    depend on timing.
+    A chunk passes the stages `send`, `pass_on`, `arrive`, then the experts, then `send_back`, `pass_back`, `finish`.
+    Rows dropped by padding or the capacity are not sent. Experts see the rows of a chunk in the order (expert, rank,
+    token), so that results do not depend on timing.
 
-    The steps of one chunk are below, in their order. Tensors of what they return are in tuples, where FSDP2 finds them.
+    Args:
+        chunks: 1, or 2 to overlap the exchange of one half of the tokens with the experts of the other half.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int = 1):
-        self._group, self._ranks, self._chunks = group, dist.get_world_size(group), chunks
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+        self.chunks = chunks
         self.multiple = 1
 
     @torch.compiler.disable
-    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[SentChunk, ...]:
         """See `TokenDispatcher.start`. Collective."""
-        parts = zip(self._split(routing.weights), self._split(routing.experts), strict=True)
-        routings = [Routing(*part, None) for part in parts]
-        planned = [self._plan(part, num_experts) for part in routings]
-        own = [each.numbers_RX for each in planned]
-        own_RCX = torch.stack(own, 1) if len(own) > 1 else own[0].unsqueeze(1)
-        numbers_RCX, sizes = recalled(lambda: self._exchange(own_RCX))
-        chunks = zip(self._split(x_TD), routings, planned, numbers_RCX.unbind(1), sizes, strict=True)
-        return tuple(self._send(x, part, each.way, *of_chunk) for x, part, each, *of_chunk in chunks)
+        halves = zip(self._split(routing.weights), self._split(routing.experts), strict=True)
+        routings = [Routing(weights, experts, None) for weights, experts in halves]
+        plans = [self.plan(part, num_experts) for part in routings]
+        numbers = [plan.numbers_RX for plan in plans]
+        local_RCX = torch.stack(numbers, 1) if len(numbers) > 1 else numbers[0].unsqueeze(1)
+        numbers_RCX, sizes = recalled(lambda: self._exchange_numbers(local_RCX))
+        chunks = zip(self._split(x_TD), routings, plans, numbers_RCX.unbind(1), sizes, strict=True)
+        return tuple(self.send(*chunk) for chunk in chunks)
+
+    @torch.compiler.disable
+    def arrived(self, sent: tuple[SentChunk, ...]) -> tuple[ArrivedRows, ArrivedChunk, "TwoChunks | None"]:
+        """See `TokenDispatcher.arrived`; the rows are those of the first chunk. Collective."""
+        rows, first = self.arrive(self.pass_on(sent[0]))
+        return rows, first, TwoChunks(self, first, sent[1]) if len(sent) > 1 else None
+
+    @torch.compiler.disable
+    def combine(self, results: Tensor | tuple[ReturningChunk, ...], way: ArrivedChunk) -> Tensor:
+        """See `TokenDispatcher.combine`. Collective."""
+        if isinstance(results, Tensor):
+            return self.finish(self.pass_back(self.send_back(results, way)))
+        return torch.cat([self.finish(returning) for returning in results])
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         half = len(rows) // 2
-        return rows.split((len(rows) - half, half)) if self._chunks > 1 else (rows,)
+        return rows.split((len(rows) - half, half)) if self.chunks > 1 else (rows,)
 
-    def _exchange(self, own_RCX: Tensor) -> tuple[Tensor, list]:
-        one_each = [1] * self._ranks
-        numbers_RCX = exchange_rows(own_RCX, one_each, one_each, self._group)
+    def _exchange_numbers(self, local_RCX: Tensor) -> tuple[Tensor, list[Sizes]]:
+        one_row_each = [1] * self._ranks
+        numbers_RCX = exchange_rows(local_RCX, one_row_each, one_row_each, self._group)
         # sync: the sizes of the buffers must be known on the host; once per layer, for all chunks, and not again in a
         # recomputation.
-        return numbers_RCX, self._sizes(own_RCX, numbers_RCX)
+        return numbers_RCX, self.sizes(local_RCX, numbers_RCX)
 
-    @torch.compiler.disable
-    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """See `TokenDispatcher.arrived`; of the first chunk, for the experts of this rank. Collective."""
-        first, *others = pending
-        x_ND, weights_N, offsets, context = self._arrive(self._pass_on(first))
-        return x_ND, weights_N, offsets, (context, others, [])
+    @abstractmethod
+    def plan(self, routing: Routing, num_experts: int) -> Planned:
+        """Sort the assignments of a chunk, and count what other ranks must know."""
 
-    def rest(self, context: Any) -> tuple:
-        """See `TokenDispatcher.rest`."""
-        return (self, context) if context[1] else ()
+    @abstractmethod
+    def sizes(self, local_RCX: Tensor, numbers_RCX: Tensor) -> list[Sizes]:
+        """Return the numbers of rows of each of C chunks, from the numbers of this rank and those that the others sent
+        to it. Waits for the device."""
 
-    @torch.compiler.disable
-    def halfway(self, in_flight: Any) -> Any:
-        """Move rows from one link to the other, between two products of another chunk. Collective."""
-        context, others, returning = in_flight
-        passed = [self._pass_on(each) for each in others[:1]]
-        returned = [self._pass_back(each) for each in returning[-1:]]
-        return context, passed + others[1:], returning[:-1] + returned
+    @abstractmethod
+    def send(self, x_TD: Tensor, routing: Routing, plan: Planned, numbers_RX: Tensor, sizes: Sizes) -> SentChunk:
+        """Start the first exchange. Collective."""
 
-    @torch.compiler.disable
-    def proceed(self, y_ND: Tensor, in_flight: Any, experts: Callable) -> Any:
-        """Send a chunk back, and let the experts compute the next one while it travels. Collective."""
-        context, others, returning = in_flight
-        returning = [*returning, self._send_back(y_ND, context)]
-        if not others:
-            return *returning[:-1], self._pass_back(returning[-1])
-        *rows, context = self._arrive(others[0])
-        return experts(*rows, self, (context, others[1:], returning))
+    @abstractmethod
+    def pass_on(self, sent: SentChunk) -> SentChunk:
+        """Send rows that came from another host on to the ranks of this one. Collective."""
 
-    @torch.compiler.disable
-    def combine(self, y: Any, context: Any) -> Tensor:
-        """See `TokenDispatcher.combine`. Collective."""
-        context, others, _ = context
-        if not others:
-            return self._finish(self._pass_back(self._send_back(y, context)))
-        return torch.cat([self._finish(each) for each in y])
+    @abstractmethod
+    def arrive(self, sent: SentChunk) -> tuple[ArrivedRows, ArrivedChunk]:
+        """Wait for the last exchange and sort the rows by expert."""
 
-    def _plan(self, routing: Routing, num_experts: int) -> Planned:
+    def send_back(self, y_ND: Tensor, chunk: ArrivedChunk) -> ReturningChunk:
+        """Start to return results. Collective."""
+        in_flight = chunk.hops[-1].start_back(chunk.copies.sum_rows(y_ND))
+        return ReturningChunk(in_flight, chunk.hops)
+
+    def pass_back(self, returning: ReturningChunk) -> ReturningChunk:
+        """Send the results of this host back to the one that its rows came from. Collective."""
+        if len(returning.hops) == 1:
+            return returning
+        first, last = returning.hops
+        return ReturningChunk(first.start_back(last.finish_back(returning.in_flight)), (first,))
+
+    def finish(self, returning: ReturningChunk) -> Tensor:
+        """Wait for the results and sum those of each token."""
+        (hop,) = returning.hops
+        return hop.finish_back(returning.in_flight)
+
+
+class TwoChunks(NamedTuple):
+    """A `ChunkSchedule` of two chunks: the first has arrived, the second is on its way."""
+
+    dispatcher: ExchangeDispatcher[Any, Any, Any]
+    first: ArrivedChunk
+    second: tuple
+
+    def compute(self, experts: ExpertProducts, rows: ArrivedRows) -> tuple[ReturningChunk, ReturningChunk]:
+        """See `ChunkSchedule.compute`. Collective.
+
+        A chunk changes from the links between hosts to those inside a host, or back, between the two products of the
+        other chunk.
+        """
+        dispatcher = self.dispatcher
+        gate_up = experts.first_product(rows.x_ND, rows.offsets)
+        sent = dispatcher.pass_on(self.second)
+        y_ND = experts.second_product(gate_up, rows.weights_N, rows.offsets)
+        first = dispatcher.send_back(y_ND, self.first)
+
+        rows, arrived = dispatcher.arrive(sent)
+        gate_up = experts.first_product(rows.x_ND, rows.offsets)
+        first = dispatcher.pass_back(first)
+        y_ND = experts.second_product(gate_up, rows.weights_N, rows.offsets)
+        second = dispatcher.pass_back(dispatcher.send_back(y_ND, arrived))
+        return first, second
+
+
+class _PlannedRows(NamedTuple):
+    """See `Planned`."""
+
+    numbers_RX: Tensor
+    """int64 [R, E / R]: rows for each expert."""
+    order_N: Tensor
+    """int64 [T * A]: assignments sorted by expert, dropped ones last."""
+    place_TA: Tensor
+    """int64: place of each assignment in this order."""
+
+
+class _SentRows(NamedTuple):
+    """See `SentChunk`."""
+
+    in_flight: InFlight
+    """Rows, and their weights."""
+    hop: Hop
+    received_RE: Tensor
+    """int64: rows from each rank for each expert of this rank."""
+
+
+class AllToAllDispatcher(ExchangeDispatcher[_PlannedRows, HopSizes, _SentRows]):
+    """Sends a row for each expert of a token, in one exchange."""
+
+    def plan(self, routing: Routing, num_experts: int) -> _PlannedRows:
+        """See `ExchangeDispatcher.plan`."""
         # Weight 0: dropped by padding or the capacity. Such assignments are sorted after all experts.
         expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
         order_N, place_N, sizes_E = sort_assignments(expert_N, num_experts + 1)
-        return Planned(sizes_E[:num_experts].view(self._ranks, -1), (order_N, place_N.view_as(routing.experts)))
+        numbers_RX = sizes_E[:num_experts].view(self._ranks, -1)
+        return _PlannedRows(numbers_RX, order_N, place_N.view_as(routing.experts))
 
-    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
-        """Sizes of the buffers of each chunk, here of rows to each rank and from each, by the numbers of this rank and
-        those that others have for it. Waits for the device."""
-        of_both = torch.stack([own_RCX.sum(2), numbers_RCX.sum(2)]).cpu()
-        return [part.tolist() for part in of_both.unbind(2)]
+    def sizes(self, local_RCX: Tensor, numbers_RCX: Tensor) -> list[HopSizes]:
+        """See `ExchangeDispatcher.sizes`."""
+        both_RC = torch.stack([local_RCX.sum(2), numbers_RCX.sum(2)]).cpu()
+        return [HopSizes(*both_R.tolist()) for both_R in both_RC.unbind(2)]
 
-    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
-        (order_N, place_TA), (send, receive) = way, sizes
-        order_N = order_N[: sum(send)]
-        token_N = order_N // place_TA.shape[1]
-        exchanges = tuple(Exchange(send, receive, self._group) for _ in range(2))
-        of_rows = Copy.apply(x_TD, token_N, place_TA, None), routing.weights.flatten()[order_N]
-        in_flight = tuple(exchange.start(each) for exchange, each in zip(exchanges, of_rows, strict=True))
-        return in_flight, exchanges, numbers_RX, (token_N, place_TA)
+    def send(
+        self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, numbers_RX: Tensor, sizes: HopSizes
+    ) -> _SentRows:
+        """See `ExchangeDispatcher.send`. Collective."""
+        order_N = plan.order_N[: sum(sizes.send)]
+        copies = Copies(order_N // plan.place_TA.shape[1], plan.place_TA)
+        exchanges = tuple(Exchange(sizes.send, sizes.receive, self._group) for _ in range(2))
+        rows_N = copies.copy_rows(x_TD)
+        weights_N = routing.weights.flatten()[order_N]
+        sent = exchanges[0].start(rows_N), exchanges[1].start(weights_N)
+        return _SentRows(InFlight(sent, exchanges), Hop(copies, sizes, self._group), numbers_RX)
 
-    def _pass_on(self, pending: Any) -> Any:
-        return pending  # rows that came from another host go on to the ranks of this one
+    def pass_on(self, sent: _SentRows) -> _SentRows:
+        """See `ExchangeDispatcher.pass_on`; there is nothing to pass on."""
+        return sent
 
-    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        (x, weights), (rows, of_weights), received_RE, tokens = pending
+    def arrive(self, sent: _SentRows) -> tuple[ArrivedRows, ArrivedChunk]:
+        """See `ExchangeDispatcher.arrive`."""
+        received_RE = sent.received_RE
         # Rows arrive in the order (rank, expert); a stable sort by expert gives (expert, rank).
         num_experts = received_RE.shape[1]
         expert_M = torch.arange(num_experts, device=received_RE.device).repeat(self._ranks)
-        expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(rows.receive))
-        by_expert_M, place_M, sizes_E = sort_assignments(expert_M, num_experts)
-        offsets, weights_M = sizes_E.cumsum(0).to(torch.int32), of_weights.finish(weights)[by_expert_M]
+        expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(sent.hop.sizes.receive))
+        order_M, place_M, sizes_E = sort_assignments(expert_M, num_experts)
+        offsets = sizes_E.cumsum(0).to(torch.int32)
+        weights_M = sent.in_flight.finish(1)[order_M]
         if self.multiple > 1:
-            row_P, padded_M, offsets = pad_groups(len(by_expert_M), offsets, self.multiple)
+            row_P, padded_M, offsets = pad_groups(len(order_M), offsets, self.multiple)
             weights_M = pad_weights(weights_M, padded_M, len(row_P))
-            by_expert_M, place_M = by_expert_M[row_P], padded_M[place_M]
-        context = by_expert_M, place_M, rows.send, rows.receive, tokens
-        return Copy.apply(rows.finish(x), by_expert_M, place_M, None), weights_M, offsets, context
-
-    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
-        by_expert_M, place_M, send, receive, tokens = context
-        back = Exchange(receive, send, self._group, "back")
-        return back.start(Sum.apply(y_ND, by_expert_M, place_M, None)), back, tokens
-
-    def _pass_back(self, returning: Any) -> Any:
-        return returning  # the results of this host go back to another one
-
-    def _finish(self, returning: Any) -> Tensor:
-        in_flight, back, tokens = returning
-        return Sum.apply(back.finish(in_flight), *tokens, None)
+            order_M = order_M[row_P]
+            place_M = padded_M[place_M]
+        copies = Copies(order_M, place_M)
+        rows = ArrivedRows(copies.copy_rows(sent.in_flight.finish(0)), weights_M, offsets)
+        return rows, ArrivedChunk(copies, (sent.hop,))

@@ -21,15 +21,20 @@ def apply(
     chunks: int = 1,
     buffer: Any = None,
 ) -> None:
-    """Shard the experts of every MoE layer over `ep_mesh` and dispatch tokens to them; in place. ``hosts``: as of
-    `Meshes.expert_hosts`. ``chunks``: as of `Plan.exchange_chunks`. ``buffer``: of DeepEP, which then sends them."""
+    """Shard the experts of every MoE layer over `ep_mesh` and dispatch tokens to them; in place.
+
+    Args:
+        hosts: see `Meshes.expert_hosts`.
+        chunks: see `Plan.exchange_chunks`.
+        buffer: DeepEP's buffer, to send tokens by DeepEP; None for the exchanges of this package.
+    """
     group = ep_mesh.get_group()
     for module in model.modules():
         if isinstance(module, MoE):
             for name, parameter in list(module.experts.named_parameters()):
                 whole_experts = distribute_tensor(parameter.data, ep_mesh, [Shard(0)])
-                own = nn.Parameter(whole_experts, requires_grad=parameter.requires_grad)
-                module.experts.register_parameter(name, own)
+                local_experts = nn.Parameter(whole_experts, requires_grad=parameter.requires_grad)
+                module.experts.register_parameter(name, local_experts)
             if buffer is not None:
                 module.dispatcher = DeepEPDispatcher(group, buffer)
             elif hosts is None:

@@ -38,7 +38,8 @@ def apply(model: Transformer, plan: Plan) -> None:
     float8 = plan.config.float8
     layers = linear_layers(plan.shape, float8, plan.layout.tp)
     converted = {layer.name for layer in layers if layer.excluded_by is None}
-    product, recipe = linear_product(float8), _recipe(float8)
+    product = linear_product(float8)
+    recipe = _recipe(float8)
     for name, module in model.named_modules():
         if name in converted:
             module.product = product
@@ -51,7 +52,7 @@ def apply(model: Transformer, plan: Plan) -> None:
 
 
 def _recipe(float8: Float8Config) -> "Float8Linear":
-    """A layer of torchao that holds its configuration of a recipe."""
+    """Return a layer of torchao that holds its configuration of a recipe."""
     # Imported here: only FP8 runs need it.
     compat.quiet_libraries()
     from torchao.float8.config import Float8LinearConfig
@@ -62,7 +63,8 @@ def _recipe(float8: Float8Config) -> "Float8Linear":
 
 
 def _gathered_in_fp8(weight: Tensor, recipe: "Float8Linear") -> Tensor:
-    """A weight that FSDP2 gathers in FP8, with one scale for all shards. `local_tensor` gives the shard as it is."""
+    """Return a weight that FSDP2 gathers in FP8, with one scale for all shards. `local_tensor` gives the shard as it
+    is."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     if not isinstance(weight, DTensor):
@@ -82,8 +84,8 @@ class GatheredScales:
         self._group = dense.get_group("shard")
 
     @contextmanager
-    def given(self) -> Iterator[None]:
-        """Gathers in this context use the scales of the weights as they are now, which must not change in it.
+    def fixed(self) -> Iterator[None]:
+        """Let gathers in this context use the scales of the current weights, which must not change in it.
         Collective."""
         if not self._weights:
             yield
@@ -104,9 +106,10 @@ class GatheredScales:
 
 
 def linear_product(float8: Float8Config) -> LinearProduct:
-    """`Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
+    """Return a `Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
     layer = _recipe(float8)
-    products, config = layer.linear_mm_config, layer.config
+    products = layer.linear_mm_config
+    config = layer.config
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,8 +24,8 @@ E4M3 = torch.float8_e4m3fn
 
 
 def experts_product(float8: Float8Config) -> GroupedProduct:
-    """`Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs. Sizes of groups
-    are multiples of `EXPERTS_MULTIPLES`."""
+    """Return an `Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs. Sizes
+    of groups are multiples of `EXPERTS_MULTIPLES`."""
     kernels = experts_kernels(float8)
     multiply = compat.mxfp8_grouped_mm() if kernels is None else partial(_GroupedProduct.apply, kernels)
 
@@ -58,35 +58,38 @@ class _NoGradientOfEmptyGroups(torch.autograd.Function):
 class GroupedKernels(Protocol):
     """Products of rows and of weights that are rounded to FP8."""
 
-    def forms(self, weight_EOI: Tensor, of_backward: bool) -> tuple[Tensor, ...]:
-        """The weight rounded for `multiply`: along the inputs for the product of forward, along the outputs for that
-        of backward."""
+    def forms(self, weight_EOI: Tensor, for_backward: bool) -> tuple[Tensor, ...]:
+        """Return the weight rounded for `multiply`: along the inputs for the product of forward, along the outputs for
+        the product of backward."""
 
     def multiply(self, x_NI: Tensor, forms: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
-        """Each group of rows, rounded, times the forms of its weight."""
+        """Multiply each group of rows, rounded, by the forms of its weight."""
 
     def outer(self, grad_NO: Tensor, x_NI: Tensor, offsets: Tensor) -> Tensor:
-        """The weight gradient [E, O, I]; both operands are rounded along the rows of a group."""
+        """Return the weight gradient [E, O, I]; both operands are rounded along the rows of a group."""
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`Experts.product` by kernels that round. Gradients of expanded tensors are made contiguous: kernels reject their
-    strides."""
+    """`Experts.product` with kernels that round. Gradients of expanded tensors are made contiguous: kernels reject
+    their strides."""
 
     @staticmethod
     def forward(
         ctx, kernels: GroupedKernels, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, *forms: Tensor
     ) -> Tensor:
-        ctx.kernels, half = kernels, len(forms) // 2
+        ctx.kernels = kernels
+        half = len(forms) // 2
         ctx.save_for_backward(x_NI, offsets, *(forms[half:] or (weight_EOI,)))
         ctx.has_forms = len(forms) > 0  # bool() of a tuple is not traced by torch 2.11
-        return kernels.multiply(x_NI, forms[:half] or kernels.forms(weight_EOI, of_backward=False), offsets)
+        return kernels.multiply(x_NI, forms[:half] or kernels.forms(weight_EOI, for_backward=False), offsets)
 
     @staticmethod
     def backward(ctx, grad_NO: Tensor):
-        (x_NI, offsets, *forms), kernels, grad_NO = ctx.saved_tensors, ctx.kernels, grad_NO.contiguous()
+        x_NI, offsets, *forms = ctx.saved_tensors
+        kernels = ctx.kernels
+        grad_NO = grad_NO.contiguous()
         if not ctx.has_forms:
-            forms = kernels.forms(forms[0], of_backward=True)
+            forms = kernels.forms(forms[0], for_backward=True)
         grad_weight = kernels.outer(grad_NO, x_NI, offsets) if ctx.needs_input_grad[2] else None
         unused = (None,) * (len(ctx.needs_input_grad) - 3)
         return None, kernels.multiply(grad_NO, tuple(forms), offsets), grad_weight, *unused
@@ -104,10 +107,10 @@ class Emulated:
     def __init__(self, block: int | None = None):
         self._block = block
 
-    def forms(self, weight_EOI: Tensor, of_backward: bool) -> tuple[Tensor, ...]:
+    def forms(self, weight_EOI: Tensor, for_backward: bool) -> tuple[Tensor, ...]:
         """See `GroupedKernels.forms`."""
-        rounded = _rounded(weight_EOI, 1 if of_backward else -1, self._block)
-        return (rounded if of_backward else rounded.transpose(1, 2),)
+        rounded = _rounded(weight_EOI, 1 if for_backward else -1, self._block)
+        return (rounded if for_backward else rounded.transpose(1, 2),)
 
     def multiply(self, x_NI: Tensor, forms: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
         """See `GroupedKernels.multiply`."""
@@ -120,7 +123,8 @@ class Emulated:
 
 
 def experts_kernels(float8: Float8Config) -> GroupedKernels | None:
-    """Kernels of the experts' recipe; None if torchao has its product only as a whole, without forms to keep."""
+    """Return the kernels of the experts' recipe; None if torchao has its product only as a whole, without forms to
+    keep."""
     recipe = float8.experts_recipe_name
     assert recipe is not None, "no experts are converted"
     if float8.emulate:
@@ -153,14 +157,14 @@ class RoundedExperts:
             if self._is_kept and not experts.forms:
                 for name in ("gate_up", "down"):
                     weight = local_weight(getattr(experts, name))
-                    both = (kernels.forms(weight, of_backward) for of_backward in (False, True))
-                    experts.forms[name] = tuple(chain.from_iterable(both))
+                    forms = (kernels.forms(weight, for_backward) for for_backward in (False, True))
+                    experts.forms[name] = tuple(chain.from_iterable(forms))
 
         return hook
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Weights do not change in this context."""
+        """Keep the rounded weights in this context, in which weights must not change."""
         self._is_kept = True
         try:
             yield
@@ -171,7 +175,7 @@ class RoundedExperts:
 
 
 def _rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
-    """`x` rounded to E4M3 with a scale for each slice along `dim`, or for each ``block`` elements of it."""
+    """Round `x` to E4M3 with a scale for each slice along `dim`, or for each ``block`` elements of it."""
     if block is not None:
         dim %= x.ndim
         blocks = x.unflatten(dim, (-1, block))
@@ -180,7 +184,7 @@ def _rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
 
 
 def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
-    """`x` rounded to E4M3 with a scale for each column of each group of rows, or of each ``block`` rows of a group."""
+    """Round `x` to E4M3 with a scale for each column of each group of rows, or of each ``block`` rows of a group."""
     if block is not None:
         return _rounded(x_NI, 0, block)  # groups have whole blocks
     group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)

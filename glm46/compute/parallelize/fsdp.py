@@ -1,6 +1,6 @@
 """FSDP2: every rank keeps a shard of each parameter and gathers a layer to compute it."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -32,16 +32,16 @@ def apply(model: Transformer, meshes: Meshes, plan: Plan) -> None:
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": OffloadPolicy(), "ignored_params": ignored}
     if training.parameter_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
-    of_layers = {"reshard_after_forward": not plan.config.parallelism.keeps_gathered} | options
+    layer_options = {"reshard_after_forward": not plan.config.parallelism.keeps_gathered} | options
     for block in (*model.layers.values(), *model.mtp.values()):
         if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
                 if set(experts.parameters()) - ignored:
                     # FSDP2 would round the rows' FP32 weights.
-                    of_experts = of_layers | {"mp_policy": replace(policy, cast_forward_inputs=False)}
-                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_experts)
-        fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **of_layers)
+                    expert_options = layer_options | {"mp_policy": replace(policy, cast_forward_inputs=False)}
+                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **expert_options)
+        fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **layer_options)
     # The root's parameters are used first, last and by every prediction depth: gather them once per step.
     fully_shard(model, mesh=meshes.dense, reshard_after_forward=False, **options)
     _prefetch(model)
@@ -53,8 +53,13 @@ def apply(model: Transformer, meshes: Meshes, plan: Plan) -> None:
 
 
 def _unsharded(model: Transformer, kinds: Set[tuple[bool, bool]]) -> set[nn.Parameter]:
-    of_experts = {each for module in model.modules() if isinstance(module, Experts) for each in module.parameters()}
-    return {each for each in model.parameters() if (each in of_experts, each.requires_grad) in kinds}
+    expert_modules = (module for module in model.modules() if isinstance(module, Experts))
+    expert_parameters = {parameter for experts in expert_modules for parameter in experts.parameters()}
+    return {
+        parameter
+        for parameter in model.parameters()
+        if (parameter in expert_parameters, parameter.requires_grad) in kinds
+    }
 
 
 def _prefetch(model: Transformer) -> None:
@@ -74,8 +79,9 @@ def _prefetch(model: Transformer) -> None:
 
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """Whole experts on each rank when those of a rank divide evenly, else a part of every expert: uneven chunks of
-    experts would leave some ranks with most of the memory. None is FSDP's default, the first dimension."""
+    """Return the placement of FSDP: whole experts on each rank if the experts divide evenly, else a part of every
+    expert, because uneven chunks of experts would leave some ranks with most of the memory. None is FSDP's default, the
+    first dimension."""
     shards = mesh.size(-1)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -83,6 +89,23 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]
         return Shard(1) if local.ndim == 3 and local.shape[0] % shards else None
 
     return placement
+
+
+@torch.no_grad()
+def widen_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Convert gradients to FP32, so that gradients of the next micro-batches are added in FP32.
+
+    FSDP2 and autograd add gradients in the type of the gradient that is there. In BF16 each sum would be rounded:
+    after 64 micro-batches the error is 1 % of the gradient, and terms below 1/512 of the sum are lost.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype != torch.bfloat16:
+            continue
+        parameter.grad = None
+        # By default torch refuses a gradient whose type differs from its parameter.
+        parameter.grad_dtype = None
+        parameter.grad = gradient.float()
 
 
 def release_gathered(model: Transformer) -> None:

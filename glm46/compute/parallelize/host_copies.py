@@ -1,4 +1,5 @@
-"""Host memory for what checkpointed layers keep: it leaves the device behind the computation, and comes back ahead.
+"""Host memory for tensors that checkpointed layers keep. They leave the device while the next layer computes forward,
+and come back before backward needs them.
 
 On a GPU copies have a stream of their own. Kernels wait for them, the host does not. A tensor of the device is freed
 once the stream that computes has passed its copy, so that the allocator gives its memory to later kernels alone. On a
@@ -23,12 +24,12 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._leaving: deque[LayerCopies] = deque()
-        """Those with tensors on the device still, in the order of their forwards: the present one and the one before,
-        whose copies run while the present one computes."""
+        """Layers that still have tensors on the device, in the order of their forwards: the current one and the one
+        before it, whose copies run while the current one computes."""
         self._latest: weakref.ref[LayerCopies] | None = None
 
     def begin(self, is_first: bool) -> "LayerCopies":
-        """A forward of a layer begins, the first of a micro-batch or the next one."""
+        """Begin the forward of a layer: the first layer of a micro-batch, or the next one."""
         while len(self._leaving) > 1:
             self._leaving.popleft().release()
         layer = LayerCopies(self, None if is_first else self._latest)
@@ -46,13 +47,15 @@ class LayerCopies:
     """The tensors that one forward of a layer keeps."""
 
     def __init__(self, owner: HostCopies, before: "weakref.ref[LayerCopies] | None"):
-        self._owner, self._before, self._is_fetched = owner, before, False
+        self._owner = owner
+        self._before = before
+        self._is_fetched = False
         self._copies: weakref.WeakSet[Copied] = weakref.WeakSet()
         self._done: torch.cuda.Event | None = None
         """The last copy in either direction."""
 
     def copy(self, x: Tensor) -> "Copied":
-        """Start to copy a tensor, which no one may change."""
+        """Start to copy a tensor, which must not be changed."""
         pinned = _stream(x.device) is not None
         host = torch.empty_like(x, device="cpu", pin_memory=pinned, requires_grad=False)
         self._start(host, x, x.device)
@@ -64,14 +67,15 @@ class LayerCopies:
         """Free the device of the tensors, once they are copied."""
         self._wait()
         for copied in self._copies:
-            copied.here = None
+            copied.on_device = None
 
     def fetch(self) -> None:
-        """Have all tensors on the device, and start to copy back those of the layer whose backward is next."""
+        """Wait until all tensors are on the device, and start to copy back the tensors of the layer whose backward is
+        next."""
         if self._is_fetched:
             return
         self._is_fetched = True
-        if any(copied.here is None for copied in self._copies):
+        if any(copied.on_device is None for copied in self._copies):
             self._owner.release()  # of later micro-batches
         self._load()
         self._wait()
@@ -81,9 +85,9 @@ class LayerCopies:
 
     def _load(self) -> None:
         for copied in self._copies:
-            if copied.here is None and copied.host is not None:
-                copied.here = torch.empty_like(copied.host, device=copied.device, pin_memory=False)
-                self._start(copied.here, copied.host, copied.device)
+            if copied.on_device is None and copied.host is not None:
+                copied.on_device = torch.empty_like(copied.host, device=copied.device, pin_memory=False)
+                self._start(copied.on_device, copied.host, copied.device)
 
     def _wait(self) -> None:
         """Let later kernels wait for the copies."""
@@ -106,14 +110,18 @@ class Copied:
     """A tensor with a copy in host memory."""
 
     def __init__(self, layer: LayerCopies, x: Tensor, host: Tensor):
-        self._layer, self._has_gradient, self.device = layer, x.requires_grad, x.device
-        self.here: Tensor | None = x.detach()
+        self._layer = layer
+        self._has_gradient = x.requires_grad
+        self.device = x.device
+        self.on_device: Tensor | None = x.detach()
         self.host: Tensor | None = host
 
     def take(self) -> Tensor:
-        """The tensor on the device, outside of any graph. Once: the copies are let go."""
+        """Return the tensor on the device, outside of any graph. Only once: the copies are released."""
         self._layer.fetch()
         self._layer._copies.discard(self)
-        (here, self.here), self.host = (self.here, None), None
-        assert here is not None, "taken before"
-        return here.requires_grad_(self._has_gradient)
+        tensor = self.on_device
+        self.on_device = None
+        self.host = None
+        assert tensor is not None, "taken before"
+        return tensor.requires_grad_(self._has_gradient)

@@ -22,7 +22,8 @@ class Magnitudes:
     def __init__(self, model: Transformer, adapter: AdapterConfig, meshes: Meshes | None):
         """``meshes``: None for a model on one device. The parameters are taken now: during a forward the attributes of
         modules are gathered weights."""
-        self._scale, self._meshes = adapter.scale, meshes
+        self._scale = adapter.scale
+        self._meshes = meshes
         self._sets: list[tuple[nn.Module, str, Parameter, list[Any]]] = [
             (module, prefix, find_parameter(f"{name}.{prefix}magnitude"), [getattr(module, key, None) for key in keys])
             for name, module in model.named_modules()
@@ -32,8 +33,8 @@ class Magnitudes:
 
     @torch.no_grad()
     def start(self, new_adapters: bool = True) -> None:
-        """Compute the norms after the base was loaded. New adapters get the magnitudes with which the model is its
-        base: those of the loaded weights."""
+        """Compute the norms after the base was loaded. New adapters get the norms of the loaded weights as magnitudes,
+        with which the model equals its base."""
         self._base = [
             base_squares(local_tensor(weight), _quantised(module, scales))
             for module, *_, (weight, scales, *_) in self._sets
@@ -46,7 +47,7 @@ class Magnitudes:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the norms anew: after each change of the adapters."""
+        """Compute the norms again; call it after each change of the adapters."""
         for base, (module, prefix, row, (*factors, magnitude)) in zip(self._base, self._sets, strict=True):
             self._set(module, prefix, row, magnitude, self._norm(module, base, *factors))
 
@@ -71,7 +72,8 @@ class Magnitudes:
 
     def _set(self, module: nn.Module, prefix: str, row: Parameter, magnitude: Tensor, norm: Tensor) -> None:
         """Hand the module its part of the norms and of ``m / |V| - 1``."""
-        excess, mesh = _whole(magnitude) / norm - 1.0, None
+        excess = _whole(magnitude) / norm - 1.0
+        mesh = None
         if self._meshes is not None and (row.is_expert or row.tensor_dim is not None):
             mesh = self._meshes.expert if row.is_expert else self._meshes.tensor
         for key, value in (("norm", norm), ("excess", excess)):

@@ -23,7 +23,7 @@ from glm46.run.plan import Plan
 from glm46.run.stages import rank_of_stage, split_layers, stages_of_rank
 
 Arguments = dict[str, Any]
-"""Arguments of `Transformer.forward` that differ by micro-batch: tensors, but for the ``layout``; and fields."""
+"""Arguments of `Transformer.forward` that differ by micro-batch, all tensors except the ``layout``; and fields."""
 Fields = Mapping[str, Tensor]
 """Fields of a micro-batch that an objective reads: this rank's part of the sequences, on its device."""
 
@@ -32,16 +32,19 @@ class LocalStage:
     """One pipeline stage of this rank: its part of the model and the results of its micro-batches."""
 
     def __init__(self, index: int, model: Transformer):
-        self.index, self.model = index, model
+        self.index = index
+        self.model = model
         self.outputs: list[LossSums | StageOutput] = []
 
 
 class Pipeline:
-    """Runs the stages of this rank together with those of the other ranks. Every method is collective over `group`."""
+    """Runs the stages of this rank together with the stages of other ranks. Every method is collective over `group`."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, head: Head = "lm"):
         """Make this rank's stages on the meta device; `parallelize` must prepare their models before the first step."""
-        training, self._parallelism, self._group = plan.config.training, plan.config.parallelism, group
+        training = plan.config.training
+        self._parallelism = plan.config.parallelism
+        self._group = group
         self._recomputes = plan.config.activation_checkpoint.mode != "none"
         self._hidden_type = getattr(torch, training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
@@ -94,7 +97,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Arguments, form: HeadForm = summed_loss) -> LossSums | None:
-        """The output for one batch on the rank with the last stage, None on others. Collective."""
+        """Return the output for one batch on the rank with the last stage, None on others. Collective."""
         carried: tuple[Tensor, ...] = ()
         result: LossSums | None = None
         for stage in self.stages:
@@ -119,7 +122,7 @@ class Pipeline:
         return result
 
     def _empty_inputs(self, batch: Arguments, model: Transformer) -> tuple[Tensor, ...]:
-        """Empty tensors of the shapes that stages send for a batch."""
+        """Return empty tensors of the shapes that stages send for a batch."""
         rows, length = batch["input_ids"].shape
         # Between stages, each rank of a tensor-parallel group holds a part of the sequence.
         size = (length // self._parallelism.tensor_parallel_degree, model.shape.hidden_size)
@@ -129,7 +132,7 @@ class Pipeline:
         return hidden, hidden.new_empty(rows, batch["mtp_input_ids"].shape[1], *size)
 
     def _schedule_for(self, micro_batches: int, batch: Arguments):
-        """The schedule for this many micro-batches of this shape; rebuilt only when a batch ramp changes them."""
+        """Return the schedule for this many micro-batches of this shape; rebuilt only if a batch ramp changes them."""
         key = (micro_batches, *batch["input_ids"].shape)
         if self._schedule is None or self._schedule[0] != key:
             stages = [self._pipeline_stage(stage, batch) for stage in self.stages]
@@ -145,12 +148,13 @@ class Pipeline:
         return self._schedule[1]
 
     def _pipeline_stage(self, stage: LocalStage, batch: Arguments) -> PipelineStage:
-        """The stage for torch's schedules, with given shapes: to infer them it would run the model once more."""
+        """Return the stage for torch's schedules, with known shapes: to infer them it would run the model once more."""
         carried = tuple(
             torch.empty_like(tensor, device="meta").requires_grad_()
             for tensor in self._empty_inputs(batch, stage.model)
         )
-        is_first, is_last = stage.index == 0, stage.index == self._parallelism.stages - 1
+        is_first = stage.index == 0
+        is_last = stage.index == self._parallelism.stages - 1
         return PipelineStage(
             stage.model,
             stage.index,
@@ -174,14 +178,15 @@ def _adapted(
     fields: Sequence[str],
     layouts: Sequence[AttentionLayout | None],
 ) -> Callable:
-    """The model's forward as a schedule calls it: tensors in, tensors out. Other results go to ``stage.outputs``."""
+    """Return the model's forward as a schedule calls it: tensors in, tensors out. Other results go to
+    ``stage.outputs``."""
 
     def adapted(*received: Tensor, **batch: Tensor):
         inputs = {"input_ids": received[0]} if stage.index == 0 else _stage_inputs(received)
         for_objective = {name: batch.pop(name) for name in fields}
         layout = layouts[len(stage.outputs)]  # every schedule runs the micro-batches of a stage in their order
         output = forward(**inputs, **batch, layout=layout, **arguments)
-        # Without the tensors that are sent on, which would stay in memory for the whole step.
+        # Without the tensors that are sent to the next stage, which would stay in memory for the whole step.
         kept = output if isinstance(output, LossSums) else output._replace(hidden=None, mtp_embeddings=None)
         stage.outputs.append(detached(kept))
         return finish(output, for_objective)

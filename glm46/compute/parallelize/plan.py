@@ -25,8 +25,10 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
         The same model with its parameters sharded over the cluster, on the device of this rank or, under
         `parameter_offload`, in host memory, with initial values.
     """
-    config, meshes = plan.config, cluster.meshes
-    trained_type, adapter = getattr(torch, config.training.dtype), config.adapter
+    config = plan.config
+    meshes = cluster.meshes
+    trained_type = getattr(torch, config.training.dtype)
+    adapter = config.adapter
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if is_trained and adapter is None:
         model.cast(trained_type)  # before sharding: the shards are the master weights
@@ -83,7 +85,8 @@ def initialise(model: Transformer, seed: int) -> None:
         if not parameter.is_floating_point():  # a frozen weight in FP8, which import reads
             local_tensor(parameter).zero_()
             continue
-        part, whole = (local_tensor(parameter), global_indices(parameter)), tuple(parameter.shape)
+        part = (local_tensor(parameter), global_indices(parameter))
+        whole = tuple(parameter.shape)
         fill_parameter(*part, whole, seed=seed, name=name, std=model.shape.initializer_range)
     for buffer in model.buffers():
         buffer.zero_()

@@ -19,8 +19,8 @@ def ring_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ring: KeyRing, g
 
     Args:
         q_NHC: this rank's tokens [B, S / ranks], flattened; H, C.
-        k_NKC, v_NKC: of the same tokens.
-        ring: of `attention_layout`.
+        k_NKC, v_NKC: keys and values of the same tokens.
+        ring: see `attention_layout`.
 
     Returns:
         [N, H, C].
@@ -29,26 +29,30 @@ def ring_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ring: KeyRing, g
 
 
 class _Passing:
-    """A tensor on its way to the next rank, while that of the rank before comes."""
+    """A tensor that is sent to the next rank, while the tensor of the rank before is received."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup):
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group)
         following, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
-        self._sent, self._received = x, torch.empty_like(x)
-        self._works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, self._sent, following, group),
-            dist.P2POp(dist.irecv, self._received, before, group),
-        ])  # fmt: skip
+        self._sent = x
+        self._received = torch.empty_like(x)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, following, group),
+                dist.P2POp(dist.irecv, self._received, before, group),
+            ]
+        )
 
     def wait(self) -> Tensor:
-        """The tensor of the rank before."""
+        """Wait for the tensor of the rank before, and return it."""
         with waiting_for_ranks():
             for work in self._works:
                 work.wait()
         return self._received
 
 
-def _of_runs(keys_2NKC: Tensor, part: RingPart) -> tuple[Tensor, Tensor]:
+def _gather_runs(keys_2NKC: Tensor, part: RingPart) -> tuple[Tensor, Tensor]:
     return keys_2NKC[0].index_select(0, part.keys), keys_2NKC[1].index_select(0, part.keys)
 
 
@@ -59,46 +63,49 @@ class _RingAttention(torch.autograd.Function):
         for distance, part in enumerate(ring.parts):
             passing = _Passing(held, group) if distance + 1 < len(ring.parts) else None
             if distance == 0:
-                out, log_sum_HN = part_attention(q_NHC, *_of_runs(held, part), part.layout, causal=True)
+                out, log_sum_HN = part_attention(q_NHC, *_gather_runs(held, part), part.layout, causal=True)
                 total_NHC = out.to(log_sum_HN.dtype)
             elif len(part.queries):
-                out, of_part = part_attention(
-                    q_NHC.index_select(0, part.queries), *_of_runs(held, part), part.layout, causal=False
+                out, part_sum_HN = part_attention(
+                    q_NHC.index_select(0, part.queries), *_gather_runs(held, part), part.layout, causal=False
                 )
                 before = log_sum_HN.index_select(1, part.queries)
-                together = torch.logaddexp(before, of_part)
-                # Shares of the softmax over all keys so far: of those before, and of this part.
-                shares = ((x - together).exp_().t().unsqueeze(2) for x in (before, of_part))
+                together = torch.logaddexp(before, part_sum_HN)
+                # Shares of the softmax over all keys so far: of earlier keys, and of the keys of this part.
+                shares = ((x - together).exp_().t().unsqueeze(2) for x in (before, part_sum_HN))
                 earlier = total_NHC.index_select(0, part.queries)
                 total_NHC.index_copy_(0, part.queries, earlier.mul_(next(shares)).add_(next(shares) * out))
                 log_sum_HN.index_copy_(1, part.queries, together)
             held = held if passing is None else passing.wait()
         out_NHC = total_NHC.to(q_NHC.dtype)
-        ctx.ring, ctx.group = ring, group
+        ctx.ring = ring
+        ctx.group = group
         ctx.save_for_backward(q_NHC, keys_2NKC, out_NHC, log_sum_HN)
         return out_NHC
 
     @staticmethod
     def backward(ctx, grad_NHC: Tensor):
         q_NHC, held, out_NHC, log_sum_HN = ctx.saved_tensors
-        parts, wide = ctx.ring.parts, log_sum_HN.dtype
+        parts = ctx.ring.parts
+        wide = log_sum_HN.dtype
         grad_q = torch.zeros_like(q_NHC, dtype=wide)
-        grad_keys, passing_grad = torch.zeros_like(held, dtype=wide), None
+        grad_keys = torch.zeros_like(held, dtype=wide)
+        passing_grad = None
         for distance, part in enumerate(parts):
             passing = _Passing(held, ctx.group) if distance + 1 < len(parts) else None
-            here = torch.zeros_like(grad_keys)
+            part_grad = torch.zeros_like(grad_keys)
             if len(part.queries):
                 grad, q, out = (x.index_select(0, part.queries) for x in (grad_NHC, q_NHC, out_NHC))
                 log_sum = log_sum_HN.index_select(1, part.queries)
-                of_q, *of_keys = part_attention_backward(
-                    grad, q, *_of_runs(held, part), out, log_sum, part.layout, causal=distance == 0
+                part_grad_q, *part_grad_keys = part_attention_backward(
+                    grad, q, *_gather_runs(held, part), out, log_sum, part.layout, causal=distance == 0
                 )
-                grad_q.index_add_(0, part.queries, of_q.to(wide))
-                for i, of_key in enumerate(of_keys):
-                    here[i].index_add_(0, part.keys, of_key.to(wide))
+                grad_q.index_add_(0, part.queries, part_grad_q.to(wide))
+                for i, gradient in enumerate(part_grad_keys):
+                    part_grad[i].index_add_(0, part.keys, gradient.to(wide))
             # The gradient that earlier ranks have summed for these keys.
-            grad_keys = here if passing_grad is None else here.add_(passing_grad.wait())
+            grad_keys = part_grad if passing_grad is None else part_grad.add_(passing_grad.wait())
             passing_grad = _Passing(grad_keys, ctx.group)
             held = held if passing is None else passing.wait()
-        assert passing_grad is not None, "the own keys are a part"
+        assert passing_grad is not None, "the keys of this rank are a part"
         return grad_q.to(q_NHC.dtype), passing_grad.wait().to(held.dtype), None, None

@@ -39,7 +39,8 @@ from glm46.run.parameters import find_parameter
 def apply(model: Transformer, mesh: DeviceMesh) -> None:
     """Split all matrices except the routed experts over `mesh`, and gather and scatter the sequence around them; in
     place."""
-    group, key_heads = mesh.get_group(), model.shape.num_key_value_heads
+    group = mesh.get_group()
+    key_heads = model.shape.num_key_value_heads
     sharing = mesh.size() // key_heads
     ranks = _ranks_of_head(group, sharing) if sharing > 1 else None
     for name, module in model.named_modules():
@@ -51,7 +52,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
             if isinstance(module, Attention) and ranks is not None:
                 projections: tuple[Any, ...] = (module.k_proj, module.v_proj)
                 for projection in projections:
-                    projection.forward = _of_whole_head(projection.forward, ranks)
+                    projection.forward = _gathering_head(projection.forward, ranks)
         elif isinstance(module, MoE):
             replaced.forward = _with_own_padding(module.forward, group)
         elif isinstance(module, Router):
@@ -74,8 +75,8 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
 
 @lru_cache(maxsize=1)  # one for all layers and networks of a job
 def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """The ranks of a tensor-parallel group, which are consecutive, that share this rank's key head. Collective over all
-    ranks."""
+    """Return the group of those consecutive ranks of a tensor-parallel group that share this rank's key head.
+    Collective over all ranks."""
     return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))
 
 
@@ -89,23 +90,24 @@ def _on_whole_sequences(forward, group: dist.ProcessGroup):
     return on_whole_sequences
 
 
-def _of_whole_head(forward, group: dist.ProcessGroup):
+def _gathering_head(forward, group: dist.ProcessGroup):
     # The features of a token take the place of its sequence: backward sums the gradients of the ranks' own queries.
-    def of_whole_head(x: Tensor) -> Tensor:
+    def gather_head(x: Tensor) -> Tensor:
         part = forward(x)
         return gather_sequence(part.flatten(0, 1), group).unflatten(0, part.shape[:2])
 
-    return of_whole_head
+    return gather_head
 
 
 def _with_own_padding(forward, group: dist.ProcessGroup):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
 
-    def own(whole: Tensor | None) -> Tensor | None:
+    def local_part(whole: Tensor | None) -> Tensor | None:
         return None if whole is None else whole.chunk(ranks, dim=1)[rank]
 
     def with_own_padding(x: Tensor, is_real: Tensor | None, options, routes: Tensor | None = None):
-        return forward(x, own(is_real), options, own(routes))
+        return forward(x, local_part(is_real), options, local_part(routes))
 
     return with_own_padding
 
@@ -119,22 +121,23 @@ def _sum_also_over(sum_over_others, group: dist.ProcessGroup):
 
 
 def vocabulary_parallel_lookup(embedding: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Forward of an embedding split by rows: ids int64 [B, S], equal on all ranks, to this rank's [B, s, D]."""
+    """Return the forward of an embedding split by rows: ids int64 [B, S], equal on all ranks, to this rank's [B, s,
+    D]."""
     rank = dist.get_rank(group)
 
     def lookup(ids: Tensor) -> Tensor:
         weight = local_weight(embedding.weight)
         row = ids - rank * weight.shape[0]
         is_local = (row >= 0) & (row < weight.shape[0])
-        found = F.embedding(row.where(is_local, 0), weight) * is_local.unsqueeze(-1)
-        return scatter_sum(found, group)
+        embedded = F.embedding(row.where(is_local, 0), weight) * is_local.unsqueeze(-1)
+        return scatter_sum(embedded, group)
 
     return lookup
 
 
 def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Callable:
-    """Forward of a head split by rows. It takes this rank's part of the sequence and labels of the whole sequence; see
-    `summed_loss` and `token_logprobs` for its output."""
+    """Return the forward of a head split by rows. It takes this rank's part of the sequence and labels of the whole
+    sequence; see `summed_loss` and `token_logprobs` for its output."""
 
     def gather(x: Tensor) -> Tensor:
         out = x.new_empty(part.ranks, *x.shape)
@@ -144,7 +147,8 @@ def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Call
     part = VocabularyPart(dist.get_rank(group), dist.get_world_size(group), gather)
 
     def forward(hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss):
-        whole, weight = gather_sequence(hidden, group), local_weight(head.weight)
+        whole = gather_sequence(hidden, group)
+        weight = local_weight(head.weight)
         if labels is None:
             return gather_sequence(head.product(whole, weight, None).transpose(1, 2), group).transpose(1, 2)
         return form(whole, weight, labels, part)

@@ -4,7 +4,7 @@ Its copies for several experts of a rank are made on that rank. On the way back 
 of a token, then each host, then the token's own rank. An all-to-all sends a row for each of a token's experts instead.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,74 +12,63 @@ from torch import Tensor
 
 from glm46.compute.distributed.collectives import Exchange
 from glm46.compute.distributed.recomputation import Part
-from glm46.compute.model.dispatch import Copy, Sum, pad_groups, pad_weights, sort_assignments
+from glm46.compute.model.dispatch import ArrivedRows, Copies, pad_groups, pad_weights, sort_assignments
 from glm46.compute.model.router import Routing
-from glm46.compute.parallelize.exchange import AllToAllDispatcher, Planned
-
-
-class Copies(NamedTuple):
-    """Rows [R, ...] that are each copied to some of N places."""
-
-    row_N: Tensor
-    """int64: the row at each place."""
-    place_M: Tensor
-    """int64: the places of row 0, then those of row 1, and so on; without places of padding."""
-    first_R: Tensor
-    """int64: where the places of each row begin in `place_M`."""
-
-
-class _Hop(NamedTuple):
-    """One exchange of rows: copies by rank of a group, and the numbers of rows to and from each."""
-
-    copies: Copies
-    send: list[int]
-    receive: list[int]
-    group: dist.ProcessGroup
-
-    def start(self, x: Tensor, weights: Tensor, experts: Tensor, part: Part) -> "_InFlight":
-        """Send rows with all their weights and experts. The small ones go first: the next hop is planned by them."""
-        exchanges = tuple(Exchange(self.send, self.receive, self.group, each) for each in ("rows", part, part))
-        copied = (Copy.apply(each, *self.copies) for each in (experts, weights, x))
-        sent = tuple(exchange.start(each) for exchange, each in zip(exchanges, copied, strict=True))
-        return _InFlight(sent, exchanges)
-
-    def start_back(self, y: Tensor) -> "_InFlight":
-        """Return rows to where they came from."""
-        back = Exchange(self.receive, self.send, self.group, "back")
-        return _InFlight((back.start(y),), (back,))
-
-    def finish_back(self, returning: "_InFlight") -> Tensor:
-        """Sum what came back of each row."""
-        return Sum.apply(returning.finish(0), *self.copies)
-
-
-class _InFlight(NamedTuple):
-    """Exchanges that have begun."""
-
-    sent: tuple[Tensor, ...]
-    exchanges: tuple[Exchange, ...]
-
-    def finish(self, number: int) -> Tensor:
-        """Wait for one of them."""
-        return self.exchanges[number].finish(self.sent[number])
+from glm46.compute.parallelize.exchange import ArrivedChunk, ExchangeDispatcher, Hop, HopSizes, InFlight
 
 
 class _Sizes(NamedTuple):
-    """Numbers of rows of this rank, known on the host."""
+    """See `Sizes`."""
 
-    between_hosts: tuple[list[int], list[int]]
-    """To each host, and from each."""
-    in_host: tuple[list[int], list[int]]
-    """To each rank of this host, and from each."""
+    between_hosts: HopSizes
+    in_host: HopSizes
     assigned: int
     """Assignments to the experts of this rank."""
 
 
-class TwoLevelDispatcher(AllToAllDispatcher):
+class _PlannedRows(NamedTuple):
+    """See `Planned`."""
+
+    numbers_RX: Tensor
+    """int64: rows of this rank to each host, to each rank, and assignments to each rank; equal for all R."""
+    experts_TA: Tensor
+    """int64; the number of experts where an assignment is dropped."""
+    goes_TP: Tensor
+    """Boolean: the hosts, or on one host the ranks, that get each token."""
+    experts_per_rank: int
+
+
+class _SentRows(NamedTuple):
+    """See `SentChunk`."""
+
+    in_flight: InFlight
+    """Experts of the rows, their weights, and the rows."""
+    hops: tuple[Hop, ...]
+    """Exchanges so far, the one in flight at the end."""
+    sizes: _Sizes
+    from_rank_R: Tensor
+    """int64: rows from each rank for this one."""
+    experts_per_rank: int
+
+
+def _start_hop(hop: Hop, x: Tensor, weights: Tensor, experts: Tensor, part: Part) -> InFlight:
+    """Send rows with all their weights and experts. The small ones go first: the next hop is planned by them."""
+    exchanges = tuple(Exchange(*hop.sizes, hop.group, part) for part in ("rows", part, part))
+    copied = (hop.copies.copy_rows(rows) for rows in (experts, weights, x))
+    sent = tuple(exchange.start(rows) for exchange, rows in zip(exchanges, copied, strict=True))
+    return InFlight(sent, exchanges)
+
+
+class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
     """Sends a row to each host of a token's experts, and there to each rank: rank r is on host r // (ranks per host).
 
     Experts see the rows that `AllToAllDispatcher` gives them, in the same order, so that their gradients are equal bit
     for bit. Sums of a token's experts are rounded to the compute type on each rank, on each host, and once more.
+
+    Args:
+        between_hosts: the ranks with one number on their hosts; None for one host.
+        in_host: the ranks of a host, which follow each other in `group`.
+        chunks: see `ExchangeDispatcher`.
     """
 
     def __init__(
@@ -89,93 +78,92 @@ class TwoLevelDispatcher(AllToAllDispatcher):
         in_host: dist.ProcessGroup,
         chunks: int = 1,
     ):
-        """``between_hosts``: the ranks with one number on their hosts; None for one host. ``in_host``: the ranks of a
-        host, which follow each other in `group`."""
         super().__init__(group, chunks)
-        self._in_host, self._between = in_host, between_hosts
-        self._of_host = dist.get_world_size(in_host)
-        self._hosts = self._ranks // self._of_host
-        self._host, self._local = divmod(dist.get_rank(group), self._of_host)
+        self._in_host = in_host
+        self._between_hosts = between_hosts
+        self._host_ranks = dist.get_world_size(in_host)
+        self._hosts = self._ranks // self._host_ranks
+        self._host, self._local = divmod(dist.get_rank(group), self._host_ranks)
+        self._has_one_hop = between_hosts is None or self._host_ranks == 1
 
-    def _plan(self, routing: Routing, num_experts: int) -> Planned:
-        # Weight 0: dropped by padding or the capacity. The rank of such an assignment is none of the group.
+    def plan(self, routing: Routing, num_experts: int) -> _PlannedRows:
+        """See `ExchangeDispatcher.plan`."""
+        # Weight 0: dropped by padding or the capacity. Such an assignment gets a rank outside the group.
         experts_TA = torch.where(routing.weights > 0, routing.experts, num_experts)
         ranks_TA = experts_TA // (num_experts // self._ranks)
         goes_TR = _marked(ranks_TA, self._ranks)
-        goes_TH = goes_TR.view(-1, self._hosts, self._of_host).any(2)
+        goes_TH = goes_TR.view(-1, self._hosts, self._host_ranks).any(2)
         assigned_R = torch.zeros(self._ranks + 1, dtype=torch.int64, device=experts_TA.device)
         assigned_R.scatter_add_(0, ranks_TA.flatten(), torch.ones_like(ranks_TA.flatten()))
-        own = torch.cat([goes_TH.sum(0), goes_TR.sum(0), assigned_R[:-1]])
-        way = experts_TA, goes_TR if self._between is None else goes_TH, num_experts // self._ranks
-        return Planned(own.expand(self._ranks, -1), way)
+        numbers_X = torch.cat([goes_TH.sum(0), goes_TR.sum(0), assigned_R[:-1]])
+        goes_TP = goes_TR if self._between_hosts is None else goes_TH
+        return _PlannedRows(numbers_X.expand(self._ranks, -1), experts_TA, goes_TP, num_experts // self._ranks)
 
-    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
-        return [self._sizes_of(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
+    def sizes(self, local_RCX: Tensor, numbers_RCX: Tensor) -> list[_Sizes]:
+        """See `ExchangeDispatcher.sizes`."""
+        return [self._chunk_sizes(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
 
-    def _sizes_of(self, counts_RX: Tensor) -> "_Sizes":
-        """``counts_RX``: the counts of `_plan`, of each rank; on the CPU."""
-        parts = counts_RX.view(self._hosts, self._of_host, -1).split([self._hosts, self._ranks, self._ranks], 2)
-        by_host, by_rank, assigned = parts[0], *(part.unflatten(2, (self._hosts, -1)) for part in parts[1:])
+    def _chunk_sizes(self, numbers_RX: Tensor) -> _Sizes:
+        """``numbers_RX``: see `_PlannedRows`, here those of each rank; on the CPU."""
+        by_host, by_rank, assigned = numbers_RX.view(self._hosts, self._host_ranks, -1).split(
+            [self._hosts, self._ranks, self._ranks], 2
+        )
+        by_rank = by_rank.unflatten(2, (self._hosts, -1))
+        assigned = assigned.unflatten(2, (self._hosts, -1))
         # What ranks with the same number on their hosts send to this host goes through the one that is here.
         in_host = by_rank[:, :, self._host].sum(0)
         return _Sizes(
-            (by_host[self._host, self._local].tolist(), by_host[:, self._local, self._host].tolist()),
-            (in_host[self._local].tolist(), in_host[:, self._local].tolist()),
+            HopSizes(by_host[self._host, self._local].tolist(), by_host[:, self._local, self._host].tolist()),
+            HopSizes(in_host[self._local].tolist(), in_host[:, self._local].tolist()),
             int(assigned[:, :, self._host, self._local].sum()),
         )
 
-    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
-        experts_TA, goes_TP, experts_here = way
-        is_last = self._between is None or self._of_host == 1
-        group, (send, receive) = self._in_host, sizes.in_host
-        if self._between is not None:
-            group, (send, receive) = self._between, sizes.between_hosts
-        hop = _Hop(_copies(goes_TP, sum(send)), send, receive, group)
-        part: Part = "rows" if is_last else "first hop"
-        in_flight = hop.start(x_TD, routing.weights, experts_TA.to(torch.int32), part)
-        from_rank_R = numbers_RX[:, self._hosts + self._host * self._of_host + self._local]
-        return in_flight, (hop,), sizes, from_rank_R, experts_here
+    def send(self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, numbers_RX: Tensor, sizes: _Sizes) -> _SentRows:
+        """See `ExchangeDispatcher.send`. Collective."""
+        group = self._in_host
+        hop_sizes = sizes.in_host
+        if self._between_hosts is not None:
+            group = self._between_hosts
+            hop_sizes = sizes.between_hosts
+        hop = Hop(_copies(plan.goes_TP, sum(hop_sizes.send)), hop_sizes, group)
+        part: Part = "rows" if self._has_one_hop else "first hop"
+        in_flight = _start_hop(hop, x_TD, routing.weights, plan.experts_TA.to(torch.int32), part)
+        from_rank_R = numbers_RX[:, self._hosts + self._host * self._host_ranks + self._local]
+        return _SentRows(in_flight, (hop,), sizes, from_rank_R, plan.experts_per_rank)
 
-    def _pass_on(self, pending: Any) -> Any:
-        in_flight, hops, sizes, from_rank_R, experts_here = pending
-        if self._between is None or self._of_host == 1:
-            return pending
-        experts_MA = in_flight.finish(0)
-        of_host_MA = experts_MA.long() // experts_here - self._host * self._of_host
-        goes_MR = _marked(of_host_MA.masked_fill(of_host_MA < 0, self._of_host), self._of_host)
-        send, receive = sizes.in_host
-        hop = _Hop(_copies(goes_MR, sum(send)), send, receive, self._in_host)
-        in_flight = hop.start(in_flight.finish(2), in_flight.finish(1), experts_MA, "rows")
-        return in_flight, (*hops, hop), sizes, from_rank_R, experts_here
+    def pass_on(self, sent: _SentRows) -> _SentRows:
+        """See `ExchangeDispatcher.pass_on`. Collective."""
+        if self._has_one_hop:
+            return sent
+        experts_MA = sent.in_flight.finish(0)
+        local_rank_MA = experts_MA.long() // sent.experts_per_rank - self._host * self._host_ranks
+        is_elsewhere_MA = local_rank_MA < 0
+        goes_MR = _marked(local_rank_MA.masked_fill(is_elsewhere_MA, self._host_ranks), self._host_ranks)
+        sizes = sent.sizes.in_host
+        hop = Hop(_copies(goes_MR, sum(sizes.send)), sizes, self._in_host)
+        weights_MA = sent.in_flight.finish(1)
+        in_flight = _start_hop(hop, sent.in_flight.finish(2), weights_MA, experts_MA, "rows")
+        return sent._replace(in_flight=in_flight, hops=(*sent.hops, hop))
 
-    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        in_flight, hops, sizes, from_rank_R, experts_here = pending
-        keys = self._keys(in_flight.finish(0).long(), from_rank_R, experts_here)
-        places = place_at_experts(*keys, experts_here, self._ranks, sizes.assigned)
-        weights_MA, x_MD = in_flight.finish(1), in_flight.finish(2)
-        x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
-        return x_ND, weights_N, offsets, (copies, hops)
+    def arrive(self, sent: _SentRows) -> tuple[ArrivedRows, ArrivedChunk]:
+        """See `ExchangeDispatcher.arrive`."""
+        key_MA, is_here_MA = self._keys(sent.in_flight.finish(0).long(), sent.from_rank_R, sent.experts_per_rank)
+        copies, order_N, offsets = place_at_experts(
+            key_MA, is_here_MA, sent.experts_per_rank, self._ranks, sent.sizes.assigned
+        )
+        weights_MA = sent.in_flight.finish(1)
+        x_MD = sent.in_flight.finish(2)
+        rows, copies = copy_to_experts(x_MD, weights_MA, copies, order_N, offsets, self.multiple)
+        return rows, ArrivedChunk(copies, sent.hops)
 
-    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
-        copies, hops = context
-        return hops[-1].start_back(Sum.apply(y_ND, *copies)), hops
-
-    def _pass_back(self, returning: Any) -> Any:
-        in_flight, hops = returning
-        if len(hops) == 1:
-            return returning
-        return hops[0].start_back(hops[1].finish_back(in_flight)), hops[:1]
-
-    def _finish(self, returning: Any) -> Tensor:
-        in_flight, (hop,) = returning
-        return hop.finish_back(in_flight)
-
-    def _keys(self, experts_MA: Tensor, from_rank_R: Tensor, experts_here: int) -> tuple[Tensor, Tensor]:
-        """Keys of assignments, by expert of this rank, then by the rank they come from; and those that are here."""
-        local_MA = experts_MA - experts_here * (self._host * self._of_host + self._local)
-        is_here_MA = (local_MA >= 0) & (local_MA < experts_here)
+    def _keys(self, experts_MA: Tensor, from_rank_R: Tensor, experts_per_rank: int) -> tuple[Tensor, Tensor]:
+        """Return sort keys of assignments, by expert of this rank, then by the rank that sent them; and which of them
+        are for this rank."""
+        first_expert = experts_per_rank * (self._host * self._host_ranks + self._local)
+        local_MA = experts_MA - first_expert
+        is_here_MA = (local_MA >= 0) & (local_MA < experts_per_rank)
         # Rows came by the number of their rank on its host, then by host.
-        rank_R = torch.arange(self._ranks, device=experts_MA.device).view(self._hosts, self._of_host).t().flatten()
+        rank_R = torch.arange(self._ranks, device=experts_MA.device).view(self._hosts, self._host_ranks).t().flatten()
         rank_M = rank_R.repeat_interleave(from_rank_R[rank_R], output_size=len(experts_MA))
         return local_MA * self._ranks + rank_M.unsqueeze(1), is_here_MA
 
@@ -183,10 +171,10 @@ class TwoLevelDispatcher(AllToAllDispatcher):
 def place_at_experts(
     key_MA: Tensor, is_here_MA: Tensor, experts: int, parts: int, total: int
 ) -> tuple[Copies, Tensor, Tensor]:
-    """Places of the rows on this rank at its experts.
+    """Place the rows of this rank at its experts.
 
     Args:
-        key_MA: int64: expert * parts + part of each assignment, by which they are sorted.
+        key_MA: int64: expert * parts + part of each assignment; assignments are sorted by it.
         is_here_MA: False for assignments to other ranks, whose key is not read.
         total: assignments to this rank.
 
@@ -195,31 +183,41 @@ def place_at_experts(
     """
     key_MA = torch.where(is_here_MA, key_MA, experts * parts)
     order_N, place_N, sizes = sort_assignments(key_MA.flatten(), experts * parts + 1)
-    order_N, offsets = order_N[:total], sizes[:-1].view(experts, -1).sum(1).cumsum(0).to(torch.int32)
+    order_N = order_N[:total]
+    offsets = sizes[:-1].view(experts, -1).sum(1).cumsum(0).to(torch.int32)
     copies = Copies(order_N // key_MA.shape[1], _kept(place_N, is_here_MA.flatten(), total), _begins(is_here_MA))
     return copies, order_N, offsets
 
 
 def copy_to_experts(
     x_MD: Tensor, weights_MA: Tensor, copies: Copies, order_N: Tensor, offsets: Tensor, multiple: int
-) -> tuple[Tensor, Tensor, Tensor, Copies]:
-    """Rows, weights and offsets as of `TokenDispatcher.arrived`, and the copies with those of padding."""
+) -> tuple[ArrivedRows, Copies]:
+    """Copy rows to the experts; further arguments as `place_at_experts` returns them.
+
+    Returns:
+        The rows, and their copies with padding.
+    """
     weights_N = weights_MA.flatten()[order_N]
     if multiple > 1:
         row_P, padded_N, offsets = pad_groups(len(order_N), offsets, multiple)
         weights_N = pad_weights(weights_N, padded_N, len(row_P))
-        copies = copies._replace(row_N=copies.row_N[row_P], place_M=padded_N[copies.place_M])
-    return Copy.apply(x_MD, *copies), weights_N, offsets, copies
+        copies = copies._replace(row_N=copies.row_N[row_P], place=padded_N[copies.place])
+    return ArrivedRows(copies.copy_rows(x_MD), weights_N, offsets), copies
 
 
 def _marked(numbers_MA: Tensor, count: int) -> Tensor:
-    """Boolean [M, count]: the numbers that each row has; ``count`` stands for none."""
+    """Return a boolean [M, count]: the numbers that each row has. The number ``count`` is ignored."""
     marks = torch.zeros(len(numbers_MA), count + 1, dtype=torch.bool, device=numbers_MA.device)
     return marks.scatter_(1, numbers_MA.clamp(max=count), True)[:, :count]
 
 
 def _copies(goes_RP: Tensor, total: int) -> Copies:
-    """Copies of rows to the places where they go: first all rows of the first place, and so on; ``total`` of them."""
+    """Return copies of rows for the places that they go to: first all rows of the first place, and so on.
+
+    Args:
+        goes_RP: boolean: the places of each row.
+        total: number of copies.
+    """
     rows, places = goes_RP.shape
     goes_PR = goes_RP.t().reshape(-1)
     row_N = _kept(torch.arange(rows, device=goes_RP.device).repeat(places), goes_PR, total)
@@ -228,12 +226,12 @@ def _copies(goes_RP: Tensor, total: int) -> Copies:
 
 
 def _begins(goes_RP: Tensor) -> Tensor:
-    """The beginning of the places of each row in a list of all."""
+    """Return where the places of each row begin in a list of all."""
     count_R = goes_RP.sum(1)
     return count_R.cumsum(0) - count_R
 
 
 def _kept(values: Tensor, is_kept: Tensor, total: int) -> Tensor:
-    """The ``total`` values that are kept, in order, without asking the device for their number."""
+    """Return the ``total`` kept values in order, without asking the device for their number."""
     place = torch.where(is_kept, is_kept.cumsum(0) - 1, total)
     return values.new_empty(total + 1).scatter_(0, place, values)[:total]

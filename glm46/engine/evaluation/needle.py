@@ -1,8 +1,9 @@
-"""Needle in a haystack: does the model repeat a sentence that it read far back, by depth and length.
+"""Needle in a haystack: tests if the model repeats a sentence that it read far back, by depth and length.
 
-A row is held-out text without document ends, a line "The secret words of KEY are VALUE." at a depth of it, and behind
-it the same line again up to VALUE, which is two random words. The labels are the tokens of VALUE. If each of them is
-the most likely token after the ones before it, greedy decoding writes exactly VALUE: one forward gives the exact match.
+A row is held-out text without document ends, with a line "The secret words of KEY are VALUE." at some depth, followed
+by the same line again up to VALUE, which is two random words. The labels are the tokens of VALUE. If each of them is
+the most likely token after the previous ones, greedy decoding writes exactly VALUE: one forward determines the exact
+match.
 """
 
 import random
@@ -21,15 +22,52 @@ from glm46.storage.data.tokenizer import Tokenizer
 
 _KEYS = ("amber", "basil", "cedar", "coral", "ebony", "fern", "garnet", "hazel", "indigo", "jade", "maple", "pearl")
 _VALUES = (
-    "apple", "bank", "bell", "boat", "bread", "bridge", "chair", "city", "cloud", "corn", "desk", "door", "farm",
-    "field", "fire", "fish", "flag", "flower", "gate", "glass", "gold", "hand", "hill", "horse", "iron", "king", "lake",
-    "lamp", "lion", "map", "moon", "ocean", "paint", "piano", "queen", "rain", "river", "road", "snow", "stone",
-)  # fmt: skip
+    "apple",
+    "bank",
+    "bell",
+    "boat",
+    "bread",
+    "bridge",
+    "chair",
+    "city",
+    "cloud",
+    "corn",
+    "desk",
+    "door",
+    "farm",
+    "field",
+    "fire",
+    "fish",
+    "flag",
+    "flower",
+    "gate",
+    "glass",
+    "gold",
+    "hand",
+    "hill",
+    "horse",
+    "iron",
+    "king",
+    "lake",
+    "lamp",
+    "lion",
+    "map",
+    "moon",
+    "ocean",
+    "paint",
+    "piano",
+    "queen",
+    "rain",
+    "river",
+    "road",
+    "snow",
+    "stone",
+)
 
 
 class Needle:
-    """See the module. A `Measure`; its figures of a row are 1.0 for an exact match or 0.0, the tokens of the answer,
-    and the loss summed over them in nats."""
+    """A `Measure`, see the module. Its figures of a row are 1.0 for an exact match or else 0.0, the number of tokens of
+    the answer, and the loss summed over them in nats."""
 
     width = 3
 
@@ -43,15 +81,16 @@ class Needle:
         samples: int,
         seed: int,
     ):
-        """Raises UserError if the needle and its question are longer than the shortest length.
+        """Build the rows. Raises UserError if the needle and its question are longer than the shortest length.
 
         Args:
             manifests: sources of the haystack, by name.
-            lengths: tokens of a row.
-            depths: places of the needle, as shares of the haystack before it.
-            samples: rows of each length and depth.
+            lengths: numbers of tokens of a row.
+            depths: places of the needle, as fraction of the haystack before it.
+            samples: number of rows for each length and depth.
         """
-        self._tokenizer, self._seed = tokenizer, seed
+        self._tokenizer = tokenizer
+        self._seed = seed
         self._streams = [held_out(manifest) for manifest in manifests.values()]
         self._cells = {
             (length, depth): [f"needle/{length}/{depth:g}/{i}" for i in range(samples)]
@@ -66,21 +105,22 @@ class Needle:
         self._require_room(min(lengths))
 
     def _sentence(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of the needle up to its value, of the value, and of the rest of its line."""
-        chance = random.Random(f"{self._seed} {key}")
-        name, value = chance.choice(_KEYS), " ".join(chance.sample(_VALUES, 2))
-        # Encoded apart, so that the value has the same tokens in the needle and behind the question.
+        """Return the tokens of the needle before its value, of the value, and of the rest of the line."""
+        rng = random.Random(f"{self._seed} {key}")
+        name = rng.choice(_KEYS)
+        value = " ".join(rng.sample(_VALUES, 2))
+        # Encoded separately, so that the value has the same tokens in the needle and after the question.
         parts = (f"\nThe secret words of {name} are", f" {value}", ".\n")
         before, words, after = (self._tokenizer.encode(part).astype(np.int64) for part in parts)
         return before, words, after
 
     def _require_room(self, shortest: int) -> None:
         sentences = [self._sentence(row.key) for row in self.rows]
-        longest = max(2 * (len(lead) + len(value)) + len(rest) for lead, value, rest in sentences)
-        if longest > shortest:
+        needed = max(2 * (len(lead) + len(value)) + len(rest) for lead, value, rest in sentences)
+        if needed > shortest:
             raise UserError(
-                f"needle: a length of {shortest}: the needle and its question take {longest} tokens of this tokenizer; "
-                f"take lengths of at least {2 * longest}"
+                f"needle: a length of {shortest}: the needle and its question take {needed} tokens of this tokenizer; "
+                f"take lengths of at least {2 * needed}"
             )
 
     def _row(self, key: str, length: int, depth: float) -> Batch:
@@ -94,25 +134,30 @@ class Needle:
         return batch
 
     def _haystack(self, key: str, tokens: int) -> np.ndarray:
-        """Held-out text from a place that the key decides, without document ends; a short source is repeated."""
-        chance = random.Random(f"{self._seed} text {key}")
-        stream = chance.choice(self._streams)
-        start, parts, missing = chance.randrange(stream.length), [np.empty(0, np.int64)], tokens
+        """Read held-out text from a place that depends on the key, without document ends; a short source is
+        repeated."""
+        rng = random.Random(f"{self._seed} text {key}")
+        stream = rng.choice(self._streams)
+        start = rng.randrange(stream.length)
+        parts = [np.empty(0, np.int64)]
+        missing = tokens
         while missing:
             buffer = np.empty(missing, np.int64)
             used, _ = stream.read(start, buffer)
             parts.append(buffer[:used][buffer[:used] != self._tokenizer.eos_id])
-            start, missing = (start + used) % stream.length, missing - len(parts[-1])
+            start = (start + used) % stream.length
+            missing = missing - len(parts[-1])
         return np.concatenate(parts)
 
     def figures(self, labels_S: np.ndarray, logprobs_S: np.ndarray, predictions_S: np.ndarray) -> list[float]:
-        """See the class."""
+        """Compute the figures of a row, see the class."""
         is_answer = labels_S != IGNORE
         is_exact = (predictions_S == labels_S)[is_answer].all()
         return [float(is_exact), float(is_answer.sum()), -float(logprobs_S[is_answer].sum())]
 
     def result(self, figures: Figures) -> dict[str, Any]:
-        """``cells``: by length and depth the share of ``exact`` matches, and ``answer_loss`` in nats per token."""
+        """Return ``cells``, with the share of ``exact`` matches and ``answer_loss`` in nats per token by length and
+        depth, and ``columns``."""
         cells = []
         for (length, depth), keys in self._cells.items():
             exact, tokens, loss = (sum(column) for column in zip(*(figures[key] for key in keys), strict=True))

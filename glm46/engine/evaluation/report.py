@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Result = Mapping[str, Any]
-"""Of one measure, see `Measure.result`."""
+"""Result of one measure, see `Measure.result`."""
 
 
 Rows = list[tuple[str, ...]]
@@ -20,20 +20,24 @@ Rows = list[tuple[str, ...]]
 
 
 def table(task: str, result: Result, window: int | None) -> list[str]:
-    """Lines of the result of a task; ``window`` as for `draw`."""
+    """Format the result of a task as lines; for ``window`` see `draw`."""
     if task == "position":
         return _position_table(result, window)
-    tables = {"loss": _loss_table, "drafts": _drafts_table, "against": _against_table, "standard": _standard_table}
+    tables = {"loss": _loss_table, "drafts": _drafts_table, "standard": _standard_table}
     return tables.get(task, _needle_table)(result)
 
 
 def _lines(title: str, rows: Rows) -> list[str]:
-    """A title, and aligned rows: names to the left, numbers to the right."""
+    """Format a title and aligned rows: names to the left, numbers to the right."""
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    return [title, *(
-        f"  {first:<{widths[0]}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        for first, *cells in rows
-    )]  # fmt: skip
+    return [
+        title,
+        *(
+            f"  {first:<{widths[0]}}"
+            + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            for first, *cells in rows
+        ),
+    ]
 
 
 def _loss_table(result: Result) -> list[str]:
@@ -48,27 +52,12 @@ def _loss_table(result: Result) -> list[str]:
 
 def _drafts_table(result: Result) -> list[str]:
     sources = result["sources"]
-    total = {name: np.sum([own[name] for own in sources.values()], axis=0) for name in ("accepted", "drafts")}
+    total = {name: np.sum([counts[name] for counts in sources.values()], axis=0) for name in ("accepted", "drafts")}
     rows: Rows = [("source", *(f"depth {k + 1}" for k in range(len(total["drafts"]))), "drafts")]
-    for name, own in (sources | {"all": total}).items():
-        shares = np.divide(own["accepted"], np.maximum(own["drafts"], 1.0))
-        rows.append((name, *(f"{share:.4f}" for share in shares), f"{sum(own['drafts']):,.0f}"))
+    for name, counts in (sources | {"all": total}).items():
+        shares = np.divide(counts["accepted"], np.maximum(counts["drafts"], 1.0))
+        rows.append((name, *(f"{share:.4f}" for share in shares), f"{sum(counts['drafts']):,.0f}"))
     return _lines("Drafts of the prediction layers that are the model's most likely token", rows)
-
-
-def _against_table(result: Result) -> list[str]:
-    rows: Rows = [
-        ("source", "nats per token", "difference", "KL divergence", "same top-1", "calibration errors", "targets")
-    ]
-    forms = {"loss": ".4f", "loss_difference": "+.5f", "kl": ".6f", "same_top1": ".4f"}
-    for name, targets in (result["targets"] | {"": sum(result["targets"].values())}).items():
-        names = (*forms, "calibration_error", "other_calibration_error")
-        of = {column: result["columns"][f"{column}/{name}" if name else column] for column in names}
-        errors = f"{of['calibration_error']:.4f} {of['other_calibration_error']:.4f}"
-        rows.append(
-            (name or "all", *(f"{of[column]:{form}}" for column, form in forms.items()), errors, f"{targets:,}")
-        )
-    return _lines(f"Against {result['other']}", rows)
 
 
 def _position_table(result: Result, window: int | None) -> list[str]:
@@ -80,7 +69,11 @@ def _position_table(result: Result, window: int | None) -> list[str]:
     title = f"Loss by position in {result['documents']} documents of at least {result['length']:,} tokens"
     title, header, *lines = _lines(title, rows)
     is_longer = [window is not None and bucket["first"] >= window for bucket in result["buckets"]]
-    return [title, header, *(line + "  longer than trained on" * of for line, of in zip(lines, is_longer, strict=True))]
+    return [
+        title,
+        header,
+        *(line + "  longer than trained on" * longer for line, longer in zip(lines, is_longer, strict=True)),
+    ]
 
 
 def _needle_table(result: Result) -> list[str]:
@@ -95,17 +88,17 @@ def _needle_table(result: Result) -> list[str]:
 
 def _standard_table(result: Result) -> list[str]:
     rows: Rows = [("task", "metric", "examples", "documents", "value", "error")]
-    for one in result["figures"]:
-        metric = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
-        examples, documents = ("" if one[name] is None else str(one[name]) for name in ("examples", "documents"))
-        error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
-        value = f"{one['value']:.4f}" if abs(one["value"]) < 1e4 else f"{one['value']:.4g}"
-        rows.append((one["task"], metric, examples, documents, value, error))
+    for figure in result["figures"]:
+        metric = figure["metric"] if figure["filter"] == "none" else f"{figure['metric']}, {figure['filter']}"
+        examples, documents = ("" if figure[name] is None else str(figure[name]) for name in ("examples", "documents"))
+        error = "" if figure["standard_error"] is None else f"{figure['standard_error']:.4f}"
+        value = f"{figure['value']:.4f}" if abs(figure["value"]) < 1e4 else f"{figure['value']:.4g}"
+        rows.append((figure["task"], metric, examples, documents, value, error))
     return _lines("Tasks of lm-eval", rows)
 
 
 def _grid(result: Result) -> dict[int, dict[float, Result]]:
-    """Cells of the needle by length and depth."""
+    """Group the cells of the needle by length and depth."""
     grid: dict[int, dict[float, Result]] = {}
     for cell in result["cells"]:
         grid.setdefault(cell["length"], {})[cell["depth"]] = cell
@@ -113,10 +106,10 @@ def _grid(result: Result) -> dict[int, dict[float, Result]]:
 
 
 def draw(results: Mapping[str, Result], title: str, window: int | None, output: Path) -> None:
-    """Draw loss by position and the needle's matches side by side, and write the PNG completely or not at all.
+    """Draw loss by position and the needle's matches side by side, and write the PNG atomically.
 
     Args:
-        window: longest sequence that the model was trained on, None if unknown.
+        window: longest sequence that the model was trained on; None if unknown.
     """
     from matplotlib.figure import Figure
 
@@ -148,7 +141,7 @@ def _draw_position(axes: "Axes", result: Result, window: int | None) -> None:
 def _draw_needle(axes: "Axes", result: Result) -> None:
     cells = _grid(result)
     depths = list(next(iter(cells.values())))
-    # Where no answer is exact, how far the answers are from it still tells lengths and depths apart.
+    # If no answer is exact, show the loss of the answers, which still differs between lengths and depths.
     is_exact = any(cell["exact"] for cell in result["cells"])
     figure, title = (
         ("exact", "share of exact answers") if is_exact else ("answer_loss", "no exact answer; nats per token")

@@ -1,4 +1,5 @@
-"""Measures a model on its ranks, and keeps the figures of finished rows in a file, so that a stopped call goes on."""
+"""Evaluation of a model on its ranks, with the figures of finished rows in a file, so that a stopped call can
+continue."""
 
 import json
 import time
@@ -30,53 +31,56 @@ from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.files.durable import replace_durably
 
 _TOKENS_AT_ONCE = 8192
-"""Tokens of a batch of short rows."""
+"""Number of tokens of a batch of short rows."""
 _SECONDS_BETWEEN_SAVES = 10.0
 
 Score = Callable[[Transformer, ModelMesh, Batch, bool], tuple[Tensor, ...] | None]
-"""(model, mesh, batch, document_mask) -> values of each position, [B, S] with padding; None on stages without the head.
-Collective over the ranks in step."""
+"""Function (model, mesh, batch, document_mask) -> values of each position, [B, S] with padding; None on stages without
+the head. Collective over the ranks in step."""
 
 
 class Results:
-    """The figures of finished rows, and the file that keeps them."""
+    """Figures of finished rows, and the file that stores them."""
 
     def __init__(self, file: Path | None, identity: Mapping[str, Any]):
         """Read the rows that an earlier call finished.
 
         Args:
-            file: JSON; None keeps nothing.
-            identity: what decides the figures of a row beside its key: model, text, seed.
+            file: JSON file; None to store nothing.
+            identity: everything that, with its key, determines the figures of a row: model, text, seed.
 
         Raises:
-            UserError: the file has results of something else, or cannot be read as results.
+            UserError: the file has results of another evaluation, or cannot be read as results.
         """
         self.figures: Figures = {}
-        self._file, self._identity, self._saved_at = file, dict(identity), time.monotonic()
+        self._file = file
+        self._identity = dict(identity)
+        self._saved_at = time.monotonic()
         if file is None or not file.exists():
             return
         try:
             content = json.loads(file.read_bytes())
-            known, self.figures = content["identity"], content["rows"]
+            saved_identity = content["identity"]
+            self.figures = content["rows"]
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"{file}: not results of an evaluation; remove it, or give another --output") from error
-        if changed := [name for name in identity if known.get(name) != identity[name]]:
+        if changed := [name for name in identity if saved_identity.get(name) != identity[name]]:
             raise UserError(
                 f"{file}: results of another {' and '.join(changed)}; remove it, or give another --output folder"
             )
 
     def share(self) -> None:
-        """Have the finished rows of rank 0 on all ranks. Collective."""
-        found = [self.figures]
-        dist.broadcast_object_list(found, src=0)
-        (self.figures,) = found
+        """Send the finished rows of rank 0 to all ranks. Collective."""
+        objects = [self.figures]
+        dist.broadcast_object_list(objects, src=0)
+        (self.figures,) = objects
 
     def missing(self, measure: Measure) -> list[Row]:
-        """The rows of a measure that are not finished."""
+        """Return the rows of a measure that are not finished."""
         return [row for row in measure.rows if row.key not in self.figures]
 
     def add(self, key: str, figures: list[float]) -> None:
-        """Add a finished row. The file is written every few seconds."""
+        """Add a finished row. The file is saved at most every few seconds."""
         self.figures[key] = figures
         if time.monotonic() - self._saved_at > _SECONDS_BETWEEN_SAVES:
             self.save({})
@@ -102,29 +106,29 @@ def measure_rows(
     advance: Callable[[int], None],
     score: Score | None = None,
 ) -> dict[str, Any]:
-    """Compute the rows that are missing, and return the result of the measure. Collective over all ranks.
+    """Compute the missing rows, and return the result of the measure. Collective over all ranks.
 
     Args:
-        results: with the same rows on all ranks.
+        results: results with the same rows on all ranks.
         document_mask: attend only within documents.
         advance: called with the number of tokens just computed.
-        score: computes what the measure takes of each position; default: log-probabilities of the labels and most
-            likely tokens.
+        score: computes the values of each position that the measure needs; default: log-probabilities of the labels,
+            and most likely tokens.
     """
     mesh = loaded.mesh
     for rows in equal_lengths(results.missing(measure), _TOKENS_AT_ONCE, mesh.layout.dp_degree):
         places, mine = share_of_rows(rows, mesh.row_group, mesh.layout.dp_degree)
         batch = build_batch(mine)
-        found = torch.zeros(len(rows), measure.width, dtype=torch.float64)
+        totals = torch.zeros(len(rows), measure.width, dtype=torch.float64)
         scores = (score or _score)(loaded.model, mesh, batch, document_mask)
         if scores is not None and mesh.is_source:
             figures = row_figures(measure, batch, *(values[:, : rows[0].length] for values in scores))
-            for place, of_row in zip(places, figures, strict=False):
-                found[place] = torch.tensor(of_row, dtype=torch.float64)
+            for place, row_values in zip(places, figures, strict=False):
+                totals[place] = torch.tensor(row_values, dtype=torch.float64)
         if mesh.layout.world_size > 1:
-            dist.all_reduce(found)  # one rank has the figures of a row
-        for row, of_row in zip(rows, found.tolist(), strict=True):
-            results.add(row.key, of_row)
+            dist.all_reduce(totals)  # one rank has the figures of a row
+        for row, row_values in zip(rows, totals.tolist(), strict=True):
+            results.add(row.key, row_values)
         advance(sum(row.length for row in rows))
     return measure.result(results.figures)
 
@@ -135,16 +139,16 @@ def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: boo
 
 
 def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm) -> LossSums | None:
-    """The model's result for rows with padding, without logits of a whole row; None on stages without the head. Rows
-    with inputs of the prediction layers run these, too. Collective over the ranks in step."""
+    """Run the model on rows with padding, without the logits of a full row; None on stages without the head. Rows with
+    inputs for the prediction layers also run these. Collective over the ranks in step."""
     weight = local_tensor(next(model.parameters()))
-    whole = cast(dict[str, Tensor], padded(batch, mesh.layout.tp))
-    ids = whole["document_ids"]
+    padded_batch = cast(dict[str, Tensor], padded(batch, mesh.layout.tp))
+    ids = padded_batch["document_ids"]
     names = ["input_ids", "positions", "labels"]
-    if model.mtp and "mtp_labels" in whole:
+    if model.mtp and "mtp_labels" in padded_batch:
         names += ["mtp_input_ids", "mtp_labels"]
-    inputs = {name: whole[name].to(weight.device) for name in names}
-    # Rows of one document are plainly causal, which has a kernel of its own; padding is behind them.
+    inputs = {name: padded_batch[name].to(weight.device) for name in names}
+    # Rows with one document use the causal kernel, without a mask; padding is at their end.
     if document_mask and ids.any():
         inputs["document_ids"] = ids.to(weight.device)
     if mesh.stage > 0:

@@ -1,4 +1,4 @@
-"""Standard tasks, those of lm-eval and the user's own in its format, on our models."""
+"""Standard tasks of lm-eval, and tasks of the user in the same format, on our models."""
 
 import logging
 import random
@@ -14,7 +14,7 @@ import jinja2
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
-from glm46.engine.evaluation.answers import Keys
+from glm46.engine.evaluation.task_names import TASKS
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -23,37 +23,33 @@ if TYPE_CHECKING:
 
     from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 
-FOLDER = Path(__file__).with_name("tasks")
-"""Our own task files."""
-
 _SUFFIXES = (".yaml", ".yml")
 
 
 _FEWSHOT_SEED = 1234
-"""Decides the examples before a question; as in lm-eval, so that its numbers can be compared."""
+"""Seed of the examples before a question, the same as in lm-eval, so that results are comparable."""
 
 
 class PromptForm(NamedTuple):
-    """Options by which lm-eval's tasks become prompts. The names are lm-eval's."""
+    """Options for the prompts of lm-eval's tasks, with the names that lm-eval uses."""
 
     apply_chat_template: bool = False
-    """A question is the message of a user in the chat format."""
+    """True to format a question as the message of a user in the chat format."""
     fewshot_as_multiturn: bool = False
-    """Examples are earlier turns of the chat."""
+    """True to format examples as earlier turns of the chat."""
     system_instruction: str | None = None
-    """Stands before each prompt, in a chat as a system message."""
+    """Text before each prompt; in a chat, a system message."""
     thinking: bool = False
-    """The model may think before it answers in a chat."""
+    """True if the model may think before it answers in a chat."""
 
 
 @dataclass(frozen=True)
 class StandardTasks:
-    """Tasks that are ready to run: their data is there."""
+    """Tasks that are ready to run, with their data loaded."""
 
     loaded: "TaskDict"
     limit: int | None
-    """Most documents of a task."""
-    keys: Keys
+    """Maximum number of documents of a task."""
     form: PromptForm
 
 
@@ -64,75 +60,89 @@ def find_tasks(
     fewshot: int | None,
     limit: int | None,
     run_code: bool = False,
-    keys: Keys = Keys(),  # noqa: B008 - frozen
     form: PromptForm = PromptForm(),  # noqa: B008 - frozen
 ) -> StandardTasks:
     """Find tasks by name or file, and load their data.
 
     Args:
-        folders: of the user's task files.
-        fewshot: examples before a question; None: as each task says.
-        limit: most documents of a task.
-        run_code: take tasks that run what the model writes.
-        keys: names in messages.
+        folders: folders with task files of the user.
+        fewshot: number of examples before a question; None for the number in each task.
+        limit: maximum number of documents of a task.
+        run_code: accept tasks that execute code that the model writes.
 
     Raises:
         UserError: lm-eval is not installed, a file or folder is missing, a name is not known, or a task cannot be
             loaded.
     """
-    faults = [f"{keys.names} {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
-    faults += [f"{keys.folders} {folder}: no such folder" for folder in folders if not folder.is_dir()]
+    faults = [f"--tasks {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
+    faults += [f"--task-folder {folder}: no such folder" for folder in folders if not folder.is_dir()]
     if faults:
         raise UserError(*(f"{fault}; correct the path" for fault in faults))
-    manager = _manager_that_knows(names, folders, keys)
+    manager = _manager_that_knows(names, folders)
     for name in names:
         path = name if _is_file(name) else getattr(manager.task_index[name], "yaml_path", None)
-        if path is not None and FOLDER not in Path(path).parents:
-            with _faults_of_tasks(keys, name):
-                _check_content(Path(path), keys, is_group=not _is_file(name))
-    with _faults_of_tasks(keys, ",".join(names)):
+        if path is not None:
+            with _faults_of_tasks(name):
+                _check_content(Path(path), is_group=not _is_file(name))
+    with _faults_of_tasks(",".join(names)):
         loaded = manager.load([*names])
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) and not run_code:
-            raise UserError(f"{keys.names} {name}: runs code that the model writes, on this machine; {keys.run_code}")
+            raise UserError(
+                f"--tasks {name}: runs code that the model writes, on this machine; allow it with --run-code"
+            )
         if form.thinking and task.OUTPUT_TYPE != "generate_until":
             raise UserError(
-                f"{keys.names} {name}: compares given texts, before which the model cannot think; leave --thinking out"
+                f"--tasks {name}: compares given texts, before which the model cannot think; leave --thinking out"
             )
         if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"{keys.names} {name}: has images; the model reads text only; take another task")
-        stated = task.get_config("num_fewshot")
-        if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
+            raise UserError(f"--tasks {name}: has images; the model reads text only; take another task")
+        task_fewshot = task.get_config("num_fewshot")
+        if task_fewshot is None or (fewshot is not None and task_fewshot != 0):  # 0 in a task's file means never
             task.set_config(key="num_fewshot", value=fewshot or 0)
-        with _faults_of_tasks(keys, name):
+        with _faults_of_tasks(name):
             _try(task, form)
-    return StandardTasks(loaded, limit, keys, form)
+    return StandardTasks(loaded, limit, form)
 
 
 @contextmanager
-def _faults_of_tasks(keys: Keys, names: str) -> Iterator[None]:
-    """Turn what lm-eval and the code and templates of tasks raise into a UserError."""
+def _faults_of_tasks(names: str) -> Iterator[None]:
+    """Turn errors of lm-eval, and of the code and templates of tasks, into a UserError."""
     from datasets.exceptions import DatasetsError
     from yaml import YAMLError
 
     try:
         yield
     except (
-        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-        SyntaxError, SystemExit, TypeError, ValueError, re.error, jinja2.TemplateError, DatasetsError, YAMLError,
-    ) as error:  # fmt: skip
-        said = re.sub(r"\s+", " ", str(error)).strip()[:300] or "a key that its output_type needs is missing"
-        kind = f"{type(error).__name__}: {said}"
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        NameError,
+        OSError,
+        RuntimeError,
+        SyntaxError,
+        SystemExit,
+        TypeError,
+        ValueError,
+        re.error,
+        jinja2.TemplateError,
+        DatasetsError,
+        YAMLError,
+    ) as error:
+        message = re.sub(r"\s+", " ", str(error)).strip()[:300] or "a key that its output_type needs is missing"
+        kind = f"{type(error).__name__}: {message}"
         if isinstance(error, KeyError) and error.args == (None,):  # lm-eval looks up the aggregation of an own metric
             kind = "a metric of metric_list has no aggregation: state one, such as aggregation: mean"
-        raise UserError(f"{keys.names} {names}: cannot be loaded: {kind}; correct the task, or its data") from error
+        raise UserError(f"--tasks {names}: cannot be loaded: {kind}; correct the task, or its data") from error
 
 
-def _check_content(path: Path, keys: Keys, *, is_group: bool) -> None:
+def _check_content(path: Path, *, is_group: bool) -> None:
     """Check that a file holds a task, without running code that it names. Raises errors of any kind.
 
     Args:
-        is_group: a group of tasks will do.
+        is_group: True to accept a group of tasks.
     """
     from lm_eval.config.task import TaskConfig
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -140,11 +150,9 @@ def _check_content(path: Path, keys: Keys, *, is_group: bool) -> None:
     content = load_yaml(path, resolve_func=False)
     if "group" in content or isinstance(content.get("task"), list):
         if not is_group:
-            raise UserError(
-                f"{keys.names} {path}: holds a group of tasks; give its folder with {keys.folders}, and its name"
-            )
+            raise UserError(f"--tasks {path}: holds a group of tasks; give its folder with --task-folder, and its name")
         return
-    if "class" in content:  # a task in Python, with keys of its own
+    if "class" in content:  # a task in Python may have any keys
         return
     metrics = content.get("metric_list", [])
     unknown = sorted(map(str, content.keys() - TaskConfig.__dataclass_fields__.keys() - {"tag"}))
@@ -160,15 +168,15 @@ def _check_content(path: Path, keys: Keys, *, is_group: bool) -> None:
         ),
         (
             "metric_list: is no list of tables with metric; write each as metric: acc",
-            not isinstance(metrics, list) or any(not isinstance(one, dict) or "metric" not in one for one in metrics),
+            not isinstance(metrics, list) or any(not isinstance(row, dict) or "metric" not in row for row in metrics),
         ),
     ):
         if is_found:
-            raise UserError(f"{keys.names} {path}: {fault}")
+            raise UserError(f"--tasks {path}: {fault}")
 
 
 def _try(task: "Task", form: PromptForm) -> None:
-    """Check the metrics of a task, make the requests of a document and judge empty answers to them. Raises errors of
+    """Check the metrics of a task: build the requests of a document and score empty answers to them. Raises errors of
     any kind."""
     metrics = task.aggregation()
     if not metrics:
@@ -181,39 +189,43 @@ def _try(task: "Task", form: PromptForm) -> None:
     options = form._asdict()
     del options["thinking"]
     task.build_all_requests(limit=1, chat_template=lambda messages, **_: str(messages), **options)
-    for one in task.instances:
-        empty = {"generate_until": "", "loglikelihood_rolling": 0.0}.get(one.request_type, (0.0, False))
-        one.resps += [empty] * one.repeats
+    for instance in task.instances:
+        empty = {"generate_until": "", "loglikelihood_rolling": 0.0}.get(instance.request_type, (0.0, False))
+        instance.resps += [empty] * instance.repeats
     task.apply_filters()
-    for kept in task.instances[0].filtered_resps:
-        found = task.process_results(task.instances[0].doc, [one.filtered_resps[kept] for one in task.instances])
-        for name in found.keys() & metrics:
-            metrics[name]([found[name]])
+    for filter_name in task.instances[0].filtered_resps:
+        values = task.process_results(
+            task.instances[0].doc, [instance.filtered_resps[filter_name] for instance in task.instances]
+        )
+        for name in values.keys() & metrics:
+            metrics[name]([values[name]])
 
 
-def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Keys) -> "TaskManager":
-    """The list of tasks, without lm-eval's own unless one is asked for. Raises UserError, see `find_tasks`."""
+def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> "TaskManager":
+    """Return the task manager, without the tasks of lm-eval unless one is requested. Raises UserError, see
+    `find_tasks`."""
     try:
         from lm_eval.api import task
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        near = nearest(names[0], keys.others, 0.5)
-        hint = f"did you mean {near}? " if near else f"there are {', '.join(keys.others)}; "
-        hint = f"unknown task; {hint}other tasks need" if keys.others else "needs"
-        raise UserError(f"{keys.names} {names[0]}: {hint} lm-eval: pip install '.[eval]'") from error
-    task.tqdm = partial(task.tqdm, disable=True)  # a bar for each task, beside those of this package
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn of are refused
-    paths = [str(folder) for folder in (FOLDER, *folders)]
+        near = nearest(names[0], TASKS, 0.5)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(TASKS)};"
+        raise UserError(
+            f"--tasks {names[0]}: unknown task; {hint} other tasks need lm-eval: pip install '.[eval]'"
+        ) from error
+    task.tqdm = partial(task.tqdm, disable=True)  # a bar for each task, in addition to the bars of this package
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn about are refused
+    paths = [str(folder) for folder in folders]
     manager = TaskManager(include_path=paths, include_defaults=False)
-    wanted = [name for name in names if not _is_file(name)]
-    if not set(wanted) <= set(manager.all_tasks):
+    requested = [name for name in names if not _is_file(name)]
+    if not set(requested) <= set(manager.all_tasks):
         manager = TaskManager(include_path=paths)  # reads more than 10,000 files
-    known = [*keys.others, *manager.all_tasks]
-    unknown = [(name, nearest(name, known, 0.5)) for name in wanted if name not in manager.all_tasks]
+    available = [*TASKS, *manager.all_tasks]
+    unknown = [(name, nearest(name, available, 0.5)) for name in requested if name not in manager.all_tasks]
     if unknown:
         raise UserError(
             *(
-                f"{keys.names} {name}: unknown task; "
+                f"--tasks {name}: unknown task; "
                 + (f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those of lm-eval")
                 for name, near in unknown
             )
@@ -221,47 +233,53 @@ def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Key
     return manager
 
 
-def run_tasks(tasks: StandardTasks, model: "LmEvalModel", *, has_errors: bool = True) -> dict[str, Any]:
-    """The result of standard tasks: ``figures``, a row for each metric of each task, and ``columns``.
-
-    Args:
-        has_errors: compute standard errors, for some metrics in processes of their own.
+def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:
+    """Return the result of standard tasks: ``figures``, a row for each metric of each task, and ``columns``.
 
     Raises:
         UserError: see `LmEvalModel`.
     """
     from lm_eval import evaluate
 
-    options = tasks.form._asdict() | ({} if has_errors else {"bootstrap_iters": 0})
+    options = tasks.form._asdict()
     del options["thinking"]
     for task in tasks.loaded["tasks"].values():
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     state = random.getstate()
-    random.seed(0)  # as lm-eval's own command
+    random.seed(0)  # like the command of lm-eval
     try:
-        found = evaluate(
+        results = evaluate(
             model, tasks.loaded, limit=tasks.limit, log_samples=False, confirm_run_unsafe_code=True, **options
         )
     finally:
         random.setstate(state)
     figures = []
-    for task, metrics in (found["results"] | found.get("groups", {})).items():
-        documents, examples = found["n-samples"].get(task, {}).get("effective"), found["n-shot"].get(task)
+    for task, metrics in (results["results"] | results.get("groups", {})).items():
+        documents = results["n-samples"].get(task, {}).get("effective")
+        examples = results["n-shot"].get(task)
         for key, value in metrics.items():
-            metric, comma, kept = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            figure = {"task": task, "metric": metric, "filter": kept, "examples": examples, "documents": documents}
-            error = metrics.get(f"{metric}_stderr,{kept}")
+            figure = {
+                "task": task,
+                "metric": metric,
+                "filter": filter_name,
+                "examples": examples,
+                "documents": documents,
+            }
+            error = metrics.get(f"{metric}_stderr,{filter_name}")
             figures.append(
                 figure | {"value": value, "standard_error": error if isinstance(error, (int, float)) else None}
             )
-    return {"figures": figures, "columns": {_column(one): one["value"] for one in figures}}
+    return {"figures": figures, "columns": {_column(figure): figure["value"] for figure in figures}}
 
 
 def _column(figure: dict[str, Any]) -> str:
     names = [figure["task"], figure["metric"], figure["filter"]]
-    return "/".join(names[:2] if figure["filter"] == "none" else names)  # filters of a task have the same metric
+    return "/".join(
+        names[:2] if figure["filter"] == "none" else names
+    )  # several filters of a task can have the same metric
 
 
 def _is_file(name: str) -> bool:

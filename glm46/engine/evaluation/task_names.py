@@ -2,4 +2,4 @@
 
 TASKS = ("loss", "position", "needle", "drafts")
 USUAL_TASKS = TASKS[:3]
-"""Those that every model has."""
+"""Tasks that work for every model."""

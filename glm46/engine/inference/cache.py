@@ -1,4 +1,4 @@
-"""A cache of keys and values, as the attention core of each layer. The tokens of a call are one row for the layers.
+"""Cache of keys and values, as the attention core of each layer. The layers see the tokens of a call as one row.
 
 A token's key is in the slot of its position, so rows may have different lengths. Padding and rejected drafts leave
 wrong keys in slots after the end of a row. No token reads them: a token reads only slots up to its own position, and
@@ -22,15 +22,15 @@ from glm46.compute.model.latent_attention import Expand, LatentAttention
 from glm46.compute.model.layers import local_weight
 
 _FEW_TOKENS = 16
-"""Most tokens of a row that attend by a mask over the slots: the last token and its drafts. More tokens attend in runs,
-because a mask for them would grow with queries times keys."""
+"""Maximum tokens of a row that attend with a mask over the slots: the last token and its drafts. More tokens attend in
+runs, because their mask would grow with queries times keys."""
 
 _LEAST_SLOTS = 32
-"""Fewest slots that a mask covers: few, because short answers of small models read all of them for each token."""
+"""Minimum slots that a mask covers: small, because short answers of small models read all of them for each token."""
 
 
 class Slots:
-    """Slots of the tokens of one call, which are of the first rows, and who sees them; one for all layers.
+    """Slots of the tokens of one call, which belong to the first rows, and their attention mask; shared by all layers.
 
     Args:
         starts: position of each row's first token.
@@ -44,13 +44,16 @@ class Slots:
     def __init__(
         self, starts: Sequence[int], length: int, max_length: int, device: torch.device, sliding_window: int | None
     ):
-        self.rows, self.length = len(starts), length
-        self.first, self.last = min(starts), max(starts) + length  # all positions of the call: [first, last)
+        self.rows = len(starts)
+        self.length = length
+        # all positions of the call: [first, last)
+        self.first = min(starts)
+        self.last = max(starts) + length
         self.is_even = self.first == max(starts)
         self.positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
-        """[rows, length]."""
+        """Positions of the tokens, [rows, length]."""
         self.is_first = self.is_even and self.first == 0 and sliding_window is None
-        """The tokens see only each other: they need no key of the cache."""
+        """True if the tokens attend only to each other, without keys of the cache."""
         self.runs: AttentionLayout | None = None
         self._mask: Tensor | None = None
         if self.is_first:
@@ -60,16 +63,17 @@ class Slots:
             self.runs = _layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
             return
         self.slots = min(_rounded_length(self.last, _LEAST_SLOTS), max_length)
-        """Slots that are read, the same number for many calls: kernels that are planned for each shape meet few."""
+        """Number of slots to read, rounded so that kernels that are planned for each shape see few shapes."""
         distance = self.positions.unsqueeze(-1) - torch.arange(self.slots, device=device)
         is_seen = distance >= 0
         if sliding_window is not None:
             is_seen &= distance < sliding_window
-        self._is_seen, self._mask = is_seen.unsqueeze(1), None
+        self._is_seen = is_seen.unsqueeze(1)
+        self._mask = None
 
     def mask(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Zero or -inf, added to the scores, [rows, 1, length * groups, slots]: each token has ``groups`` queries. All
-        layers ask for the same."""
+        """Return the mask to add to the scores, zero or -inf, [rows, 1, length * groups, slots]: each token has
+        ``groups`` queries. All layers use the same mask."""
         if self._mask is None:
             mask = torch.zeros(self._is_seen.shape, dtype=dtype, device=self._is_seen.device)
             mask.masked_fill_(~self._is_seen, -math.inf)
@@ -78,7 +82,7 @@ class Slots:
 
 
 class Packed:
-    """Places of the tokens of several prompts, one after another in one row: each is the start of a row of the cache.
+    """Places of the tokens of several prompts, one after another in one row; each prompt starts a row of the cache.
 
     Args:
         lengths: tokens of each prompt.
@@ -98,7 +102,7 @@ class Packed:
 
 
 class Nothing:
-    """The place of a call without tokens."""
+    """Place of a call without tokens."""
 
     layout: AttentionLayout | None = None
     last = 0
@@ -111,9 +115,9 @@ Place = Slots | Packed | Nothing
 
 
 class CachedCore:
-    """An `AttentionCore` with a cache of the keys and values of this rank's heads; of latent attention a `LatentCore`
-    with a cache of latents, from which no keys and values are made for few tokens. It takes the tokens of a call as one
-    row, perhaps with padding behind them.
+    """An `AttentionCore` with a cache of the keys and values of this rank's heads; for latent attention, a `LatentCore`
+    with a cache of latents, which few tokens use without computing keys and values. The tokens of a call are one row,
+    perhaps followed by padding.
 
     Args:
         batch: rows.
@@ -122,19 +126,22 @@ class CachedCore:
 
     def __init__(self, attention: Attention | LatentAttention, batch: int, max_length: int):
         if isinstance(attention, LatentAttention):
-            weight, heads, widths = attention.kv_b_proj.weight, 1, [attention.rank + attention.rotated]
+            weight = attention.kv_b_proj.weight
+            heads = 1
+            widths = [attention.rank + attention.rotated]
         else:
-            weight, widths = attention.k_proj.weight, [attention.head_dim] * 2
+            weight = attention.k_proj.weight
+            widths = [attention.head_dim] * 2
             heads = max(local_tensor(weight).shape[0] // attention.head_dim, 1)  # ranks that share a head gather it
         like = local_tensor(weight)
-        # The order of the attention kernel.
+        # The dimension order of the attention kernel.
         self.caches = [like.new_zeros(batch, heads, max_length, width) for width in widths]
         self.attention = attention
         self.place: Place | None = None
         self.take_weights()
 
     def take_weights(self) -> None:
-        """Drop what follows from the weights."""
+        """Drop everything that was derived from the weights."""
         self._to_heads: Tensor | None = None
 
     def __call__(
@@ -150,24 +157,24 @@ class CachedCore:
         return F.pad(out_BSHC, (0, 0, 0, 0, 0, padding)) if padding else out_BSHC
 
     def _keys_and_values(self, cached: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Of what is cached of tokens, [B, S, K, C] each."""
+        """Return keys and values, [B, S, K, C] each, from cached tensors."""
         if isinstance(self.attention, LatentAttention):
             return self.attention.expand(*cached)
         keys, values = cached
         return keys, values
 
     def _attend(self, q_BSHC: Tensor, new: list[Tensor], layout: AttentionLayout | None) -> Tensor:
-        """The tokens without padding; [1, tokens, H, C]."""
+        """Attend from the tokens without padding; returns [1, tokens, H, C]."""
         place = self.place
-        if isinstance(place, Packed):  # the prompts see only themselves: as in training, without the cache
-            for cache, of_tokens in zip(self.caches, new, strict=True):
+        if isinstance(place, Packed):  # prompts attend only to themselves: as in training, without the cache
+            for cache, new_values in zip(self.caches, new, strict=True):
                 for row, start, end in place.parts:
-                    cache[row, :, : end - start] = of_tokens[0, start:end].transpose(0, 1)
+                    cache[row, :, : end - start] = new_values[0, start:end].transpose(0, 1)
             return attend(q_BSHC, *self._keys_and_values(new), layout)
         assert isinstance(place, Slots) and layout is None
         q_RSHC, *new = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, *new))
-        for cache, of_tokens in zip(self.caches, new, strict=True):
-            self._write(cache, of_tokens, place)
+        for cache, new_values in zip(self.caches, new, strict=True):
+            self._write(cache, new_values, place)
         if place.is_first:
             return attend(q_RSHC, *self._keys_and_values(new), None).reshape(q_BSHC.shape)
         if place.runs is not None:
@@ -183,8 +190,8 @@ class CachedCore:
             return _few(q_RSHC, keys, values, place).reshape(q_BSHC.shape)
         if self._to_heads is None:
             self._to_heads = _by_head(self.attention)
-        # The weights that make keys are multiplied to the queries, and those of values to the result, in place of all
-        # cached latents: attention of many queries to one key.
+        # The weights of keys are multiplied with the queries, and the weights of values with the result, instead of
+        # with all cached latents: attention of many queries to one key.
         part, (rows,), rank = self.attention.key_part, cached, self.attention.rank
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_RSHC[..., :part], self._to_heads[:, :part])
         q = torch.cat([q_BSHL, q_RSHC[..., part:]], dim=-1)
@@ -192,7 +199,7 @@ class CachedCore:
         return torch.einsum("bshl,hcl->bshc", out_BSHL, self._to_heads[:, part:]).reshape(q_BSHC.shape)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first slots of rows to other rows, all at once: targets may be sources."""
+        """Copy the first slots of rows to other rows. All sources are read first, so targets may be sources."""
         from_rows, to_rows = torch.tensor([sources, targets], device=self.caches[0].device)
         for cache in self.caches:
             cache[:, :, :length].index_copy_(0, to_rows, cache[:, :, :length].index_select(0, from_rows))
@@ -208,10 +215,12 @@ class CachedCore:
 
 
 def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: float | None = None) -> Tensor:
-    """Attend to slots, [B, K, slots, C] of keys and of values; [B, S, H, width of a value]."""
+    """Attend to slots of keys and values, [B, K, slots, C] each; returns [B, S, H, width of a value]."""
     # The query heads that share a key become queries of one head, so each key is read once, and kernels that take a
-    # mask need not take heads in groups: on a GPU none does both but the plain one, which repeats the keys.
-    B, K, C = keys.shape[0], keys.shape[1], keys.shape[3]
+    # mask need not support grouped heads: on a GPU only the math kernel supports both, and it repeats the keys.
+    B = keys.shape[0]
+    K = keys.shape[1]
+    C = keys.shape[3]
     q_BKGC = q_BSHC.view(B, place.length, K, -1, C).transpose(1, 2).reshape(B, K, -1, C)
     groups = q_BKGC.shape[2] // place.length
     mask = place.mask(groups, q_BKGC.dtype)
@@ -220,8 +229,8 @@ def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: floa
 
 
 def _by_head(attention: LatentAttention) -> Tensor:
-    """The weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
-    if "product" in vars(attention.kv_b_proj):  # whatever it is, its results of unit vectors are the weight
+    """Return the weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
+    if "product" in vars(attention.kv_b_proj):  # a replaced product: its results for unit vectors are the weight
         like = attention.o_proj.weight
         weight = attention.kv_b_proj(torch.eye(attention.rank, dtype=like.dtype, device=like.device)).t()
     else:
@@ -229,15 +238,16 @@ def _by_head(attention: LatentAttention) -> Tensor:
     return weight.reshape(-1, attention.key_part + attention.head_dim, attention.rank)
 
 
-def _rounded_length(length: int, least: int) -> int:
-    """At least ``length``, and at least ``least``: a power of two up to 256, then four numbers for each."""
-    bits = (max(length, least) - 1).bit_length()
+def _rounded_length(length: int, minimum: int) -> int:
+    """Round ``length`` up, to at least ``minimum``: to a power of two up to 256, then to one of four steps per
+    power."""
+    bits = (max(length, minimum) - 1).bit_length()
     step = 1 << (bits if bits <= 8 else bits - 3)
     return -(-length // step) * step
 
 
 def _layout_of_runs(queries: Sequence[int], keys: Sequence[int], window: int | None) -> AttentionLayout:
-    """The layout of runs with these numbers of queries and of keys; the last keys of a run are those of its queries."""
-    of_queries, of_keys = (np.array(lengths, np.int64) for lengths in (queries, keys))
-    sizes = longest(of_queries), longest(of_keys)
-    return AttentionLayout(cumulative(of_queries), cumulative(of_keys), *sizes, window)
+    """Build the layout of runs with these numbers of queries and keys; the last keys of a run belong to its queries."""
+    query_lengths, key_lengths = (np.array(lengths, np.int64) for lengths in (queries, keys))
+    sizes = longest(query_lengths), longest(key_lengths)
+    return AttentionLayout(cumulative(query_lengths), cumulative(key_lengths), *sizes, window)

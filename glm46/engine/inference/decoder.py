@@ -1,4 +1,4 @@
-"""The model with a cache: hidden states of new tokens from the cached keys and values of earlier ones."""
+"""Model with a cache: computes hidden states of new tokens from the cached keys and values of earlier ones."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,35 +22,35 @@ from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slo
 from glm46.engine.inference.model_mesh import ModelMesh
 
 PREFILL_TOKENS = 4096
-"""Most tokens of several prompts that are computed in one call; a longer prompt has its own."""
+"""Maximum tokens of several prompts that are computed in one call; a longer prompt has a call of its own."""
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Attention kernels of a decoder: the first one that serves a call. Flash attention takes no mask, so on a GPU a
-decoding step takes memory-efficient attention. cuDNN is excluded: it makes a plan for each new length of a prompt, and
-that takes longer than a layer."""
+"""Attention kernels of a decoder: the first one that supports a call is used. Flash attention takes no mask, so a
+decoding step on a GPU uses memory-efficient attention. cuDNN is excluded: it builds a plan for each new prompt length,
+which takes longer than a layer."""
 
 
 def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """A text about the attention kernels of a decoder, for the first message."""
-    of_tokens = "torch's CPU kernel" if device.type == "cpu" else "memory-efficient attention"
-    return f"prompts by {describe_core(device, dtype)}, new tokens by {of_tokens}"
+    """Describe the attention kernels of a decoder, for the first message."""
+    token_kernel = "torch's CPU kernel" if device.type == "cpu" else "memory-efficient attention"
+    return f"prompts by {describe_core(device, dtype)}, new tokens by {token_kernel}"
 
 
 class Decoder:
-    """Runs a model with a cache. Use it as a context manager, which restores the model at exit.
+    """A model with a cache. Use it as a context manager, which restores the model at exit.
 
-    On a mesh all methods but `copy_rows` are collective over the ranks with the same rows, and `fill`, `hidden` with
-    `draft_hidden`, and `idle` over all that run in step (`ModelMesh`).
+    On a mesh all methods except `copy_rows` are collective over the ranks with the same rows, and `fill`, `hidden` with
+    `draft_hidden`, and `idle` over all ranks that run in step (`ModelMesh`).
 
     Args:
-        model: on a mesh this rank's part.
-        batch: most rows.
-        max_length: positions of each row: those of prompt, new tokens and drafts.
-        drafts: run the prediction layers too, which `draft_hidden` needs.
-        record: keep the experts that each token chose, beside its keys and values.
+        model: the model; on a mesh, this rank's part.
+        batch: maximum number of rows.
+        max_length: positions of each row, for prompt, new tokens and drafts.
+        drafts: also run the prediction layers, which `draft_hidden` needs.
+        record: store the experts that each token chose, next to its keys and values.
         cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward. These kernels
             copy most weights.
-        mesh: the ranks that hold the model.
+        mesh: ranks that hold the model.
     """
 
     def __init__(
@@ -64,30 +64,34 @@ class Decoder:
         cpu_kernels: bool = True,
         mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
     ):
-        self.model, self.mesh, self._cpu_kernels = model, mesh, cpu_kernels
-        self.batch, self.max_length = batch, max_length
+        self.model = model
+        self.mesh = mesh
+        self._cpu_kernels = cpu_kernels
+        self.batch = batch
+        self.max_length = max_length
         self.depth = model.shape.num_nextn_predict_layers if drafts else 0
         """Number of tokens that the prediction layers draft."""
         self._blocks = cast(list[TransformerBlock], list(model.layers.values()))
-        self._drafting = cast(list[MTPLayer], list(model.mtp.values())[: self.depth])  # none before the last stage
+        self._drafting = cast(list[MTPLayer], list(model.mtp.values())[: self.depth])  # empty before the last stage
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in self._blocks]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, Any]] = []
         self._kernels: AbstractContextManager = nullcontext()
         weight = local_tensor(next(model.parameters()))
-        self.device, self._dtype = weight.device, weight.dtype
+        self.device = weight.device
+        self._dtype = weight.dtype
         size = (batch, max_length)
         self._routes = torch.zeros_like(no_routes(size, model.shape), device=self.device) if record else None
         self.take_weights()
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values, or latents."""
+        """Bytes of all cached keys and values, or latents."""
         return sum(cache.nbytes for core in (*self._main, *self._mtp) for cache in core.caches)
 
     def take_weights(self) -> None:
-        """Drop what follows from the weights and the attention of the model; the next call takes them anew. To be
-        called after they have changed."""
+        """Drop everything that was derived from the weights and the attention of the model; the next call derives it
+        again. Call it after they have changed."""
         for core in (*self._main, *self._mtp):
             core.take_weights()
         self._few: dict[CachedCore, few_tokens.Layer | None] = {}
@@ -112,53 +116,59 @@ class Decoder:
         self._plain.clear()
 
     def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Write the keys and values of the tokens before the last one of each prompt, which is fed to `hidden` next.
+        """Cache the keys and values of all tokens of each prompt except the last one, which is fed to `hidden` next.
 
         Args:
-            prompts: token ids, at least two of each.
+            prompts: token ids, at least two per prompt.
             rows: row of the cache of each prompt.
         """
         portions = list(_portions([len(prompt) - 1 for prompt in prompts]))
         (calls,) = self.mesh.most(len(portions))
-        for some in portions:
+        for portion in portions:
             place = Packed(
-                [len(prompts[i]) - 1 for i in some], [rows[i] for i in some], self.device,
+                [len(prompts[i]) - 1 for i in portion],
+                [rows[i] for i in portion],
+                self.device,
                 self.model.shape.sliding_window,
-            )  # fmt: skip
-            tokens = torch.tensor([[token for i in some for token in prompts[i][:-1]]], device=self.device)
+            )
+            tokens = torch.tensor([[token for i in portion for token in prompts[i][:-1]]], device=self.device)
             hidden = self._through_layers(tokens, place)
             for k in range(len(self._drafting)):
-                # After the end of the prompt the tokens are not known: these keys make drafts slightly worse.
-                ahead = [[*prompts[i], *[prompts[i][-1]] * k][k + 1 : k + len(prompts[i])] for i in some]
+                # The tokens after the prompt are not known, and the last one is repeated: these keys make drafts
+                # slightly worse.
+                ahead = [[*prompts[i], *[prompts[i][-1]] * k][k + 1 : k + len(prompts[i])] for i in portion]
                 tokens = torch.tensor([[token for row in ahead for token in row]], device=self.device)
                 hidden = self._through_depth(k, hidden, tokens, place)
         for _ in range(calls - len(portions)):
             self.idle()
 
     def idle(self) -> None:
-        """Run the model, and the prediction layers, on no token: for the experts of ranks whose rows are not done."""
-        place, tokens = Nothing(self.device), torch.zeros(1, 0, dtype=torch.int64, device=self.device)
+        """Run the model and the prediction layers without tokens, so that ranks with unfinished rows can use this
+        rank's experts."""
+        place = Nothing(self.device)
+        tokens = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         hidden = self._through_layers(tokens, place)
         for k in range(len(self._drafting)):
             hidden = self._through_depth(k, hidden, tokens, place)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the keys and values of the first tokens of rows to other rows, all at once: targets may be sources."""
+        """Copy the keys and values of the first ``length`` tokens of rows to other rows. All sources are read first, so
+        targets may be sources."""
         for core in (*self._main, *self._mtp):
             core.copy_rows(sources, targets, length)
         if self._routes is not None:
             self._routes[list(targets), :length] = self._routes[list(sources), :length]
 
     def routes(self, row: int, length: int) -> Tensor | None:
-        """The experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU; None if
-        they are not recorded."""
+        """Return the experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU;
+        None if they are not recorded."""
         if self._routes is None:
             return None
         return self.mesh.sum_over_stages(self._routes[row, :length].to("cpu", copy=True))
 
     def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor | None:
-        """Hidden states after the final norm of the first B rows, [B, S, D]; None on stages without the head, whose
-        `draft_hidden` and `logits` are not called.
+        """Compute hidden states after the final norm of the first B rows, [B, S, D]; None on stages without the head,
+        where `draft_hidden` and `logits` must not be called.
 
         Args:
             tokens: int64 [B, S].
@@ -167,45 +177,48 @@ class Decoder:
         return self._through_layers(tokens, self._slots(tokens, starts))
 
     def draft_hidden(self, k: int, hidden: Tensor, tokens: Tensor, starts: Sequence[int]) -> Tensor:
-        """Hidden states of prediction layer k, [B, S, D]. Those of position i predict token i + k + 2.
+        """Compute hidden states of prediction layer k, [B, S, D]. The state of position i predicts token i + k + 2.
 
         Args:
             hidden: [B, S, D], hidden states of the model (k = 0) or of layer k - 1 at the same positions.
-            tokens: int64 [B, S], for position i token i + k + 1.
-            starts: as in `hidden`.
+            tokens: int64 [B, S], token i + k + 1 for position i.
+            starts: see `hidden`.
         """
         return self._through_depth(k, hidden, tokens, self._slots(tokens, starts))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """FP32 logits [..., V]."""
-        rows, head = hidden.reshape(1, -1, hidden.shape[-1]), self.model.lm_head
+        """Compute FP32 logits [..., V]."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        head = self.model.lm_head
         assert head is not None, "the last stage has it"
         if self._has_head and few_tokens.is_for(rows):
             self._head = self._head or few_tokens.Product(head.weight)
             return self._head(rows[0]).view(*hidden.shape[:-1], -1)
-        found = head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
-        return found.view(*hidden.shape[:-1], -1).float()
+        logits = head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
+        return logits.view(*hidden.shape[:-1], -1).float()
 
     def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
         return Slots(starts, tokens.shape[1], self.max_length, tokens.device, self.model.shape.sliding_window)
 
     def _through_layers(self, tokens: Tensor, place: Place) -> Tensor | None:
-        """Hidden states [B, S, D] of tokens [B, S] on the last stage of a pipeline, None on others."""
-        mesh, rope, is_real = self.mesh, self._rope(place), self._is_real(place)
+        """Compute hidden states [B, S, D] of tokens [B, S] on the last stage of a pipeline; None on other stages."""
+        mesh = self.mesh
+        rope = self._rope(place)
+        is_real = self._is_real(place)
         if mesh.stage == 0:
             x = self._embedded(tokens)
         else:
             size = (1, mesh.padded(tokens.numel()) // mesh.layout.tp, self.model.shape.hidden_size)
             x = torch.empty(size, dtype=self._dtype, device=self.device)
             mesh.receive(x)
-        of_layers: dict[int, Tensor] = {}
+        routes_by_layer: dict[int, Tensor] = {}
         for name, block, core in zip(self.model.layers, self._blocks, self._main, strict=True):
             x, routes = self._run(block, core, x, place, rope, is_real)
             if routes is not None:
-                of_layers[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
-        if self._routes is not None and of_layers and not isinstance(place, Nothing):
-            routes = mesh.all_tokens(torch.stack([*of_layers.values()], 2).to(torch.int32), tokens.numel())
-            layers = slice(min(of_layers), max(of_layers) + 1)
+                routes_by_layer[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
+        if self._routes is not None and routes_by_layer and not isinstance(place, Nothing):
+            routes = mesh.all_tokens(torch.stack([*routes_by_layer.values()], 2).to(torch.int32), tokens.numel())
+            layers = slice(min(routes_by_layer), max(routes_by_layer) + 1)
             _record(self._routes, routes.to(self._routes.dtype), layers, place)
         if not mesh.is_last:
             mesh.send(x)
@@ -214,31 +227,32 @@ class Decoder:
         return self._whole(self.model.norm(x), tokens)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """Embeddings of this rank's part of tokens [B, S], [1, t, D]."""
+        """Embed this rank's part of tokens [B, S]: [1, t, D]."""
         ids = tokens.reshape(1, -1)
         assert self.model.embed_tokens is not None, "the first stage has it, and the last one with prediction layers"
         return self.model.embed_tokens(F.pad(ids, (0, self.mesh.padded(ids.shape[1]) - ids.shape[1])))
 
     def _whole(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """[B, S, D] from this rank's part of tokens [B, S]."""
+        """Gather [B, S, D] from this rank's part [1, t, D] of tokens [B, S]."""
         return self.mesh.all_tokens(x, tokens.numel()).reshape(*tokens.shape, x.shape[-1])
 
     def _is_real(self, place: Place) -> Tensor | None:
-        """Boolean [1, T], false for padding; None without."""
+        """Return a boolean mask [1, T], False for padding; None without padding."""
         tokens = place.positions.numel()
         padded = self.mesh.padded(tokens)
         return None if padded == tokens else torch.arange(padded, device=self.device).unsqueeze(0) < tokens
 
     def _through_depth(self, k: int, hidden: Tensor | None, tokens: Tensor, place: Place) -> Tensor:
         assert hidden is not None, "prediction layers are on the last stage"
-        layer, embedding = self._drafting[k], self._embedded(tokens)
-        own = self.mesh.own_tokens(hidden.reshape(1, -1, hidden.shape[-1]))
-        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(own)], dim=-1))
+        layer = self._drafting[k]
+        embedding = self._embedded(tokens)
+        local_hidden = self.mesh.own_tokens(hidden.reshape(1, -1, hidden.shape[-1]))
+        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(local_hidden)], dim=-1))
         x, _ = self._run(layer.block, self._mtp[k], x, place, self._rope(place), self._is_real(place))
         return self._whole(layer.norm(x), tokens)
 
     def _rope(self, place: Place) -> tuple[Tensor, Tensor]:
-        """Tables of the tokens of a call as one row, padding included."""
+        """Return the rotary tables of the tokens of a call as one row, padding included."""
         assert place.last <= self.max_length
         if self._tables is None:
             every_position = torch.arange(self.max_length, device=self.device).unsqueeze(0)
@@ -256,8 +270,9 @@ class Decoder:
         rope: tuple[Tensor, Tensor],
         is_real: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states after a layer, and, if they are recorded, the experts that its tokens chose."""
-        core.place, options = place, self.model.routing(_OPTIONS if self._routes is None else _RECORD)
+        """Run a layer; return hidden states and, if they are recorded, the experts that the tokens chose."""
+        core.place = place
+        options = self.model.routing(_OPTIONS if self._routes is None else _RECORD)
         if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
             if core not in self._few:
                 self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
@@ -267,27 +282,30 @@ class Decoder:
         return x, statistics and statistics.routes
 
 
-def _record(kept: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:
-    """Keep the routes of a call, [1, T, layers, A]."""
+def _record(recorded: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:
+    """Record the routes of a call, [1, T, layers, A]."""
     if isinstance(place, Packed):
         for row, start, end in place.parts:
-            kept[row, : end - start, layers] = routes[0, start:end]
+            recorded[row, : end - start, layers] = routes[0, start:end]
     else:
         rows = torch.arange(place.rows, device=routes.device).unsqueeze(1)
-        kept[rows, place.positions, layers] = routes.view(place.rows, place.length, *routes.shape[2:])
+        recorded[rows, place.positions, layers] = routes.view(place.rows, place.length, *routes.shape[2:])
 
 
 def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Divide prompts, by their numbers, into consecutive ones of at most `PREFILL_TOKENS`, at least one each."""
-    some, tokens = list[int](), 0
+    """Divide prompt indices into consecutive groups of at most `PREFILL_TOKENS` tokens, with at least one prompt
+    each."""
+    portion = list[int]()
+    tokens = 0
     for number, length in enumerate(lengths):
-        if some and tokens + length > PREFILL_TOKENS:
-            yield some
-            some, tokens = [], 0
-        some.append(number)
+        if portion and tokens + length > PREFILL_TOKENS:
+            yield portion
+            portion = []
+            tokens = 0
+        portion.append(number)
         tokens += length
-    if some:
-        yield some
+    if portion:
+        yield portion
 
 
 _OPTIONS = RoutingOptions(statistics=False)

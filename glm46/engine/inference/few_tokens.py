@@ -27,28 +27,29 @@ from glm46.compute.model.rope import rotate
 from glm46.compute.model.router import RoutingOptions
 
 MAX_TOKENS = 64
-"""Most tokens of a call; up to here this was measured to be faster than the layer's own forward."""
+"""Maximum tokens of a call; up to this number the kernel was measured to be faster than the layer's own forward."""
 
-_NARROW, _MAX_TOKENS_NARROW = 256, 256
-"""Up to this hidden size the start of each operator counts more than its work, and 96 to 256 tokens took 7 to 12 % less
-time; at 512 they took up to 25 % more."""
+_NARROW = 256
+_MAX_TOKENS_NARROW = 256
+"""Maximum tokens of a call up to hidden size `_NARROW`, where the overhead per operator exceeds its work: 96 to 256
+tokens took 7 to 12 % less time; at hidden size 512 they took up to 25 % more."""
 
 _PACKED_FROM = 2**17
-"""Fewest elements of a packed weight. Below, oneDNN's start-up takes longer than it saves."""
+"""Minimum elements of a packed weight. For smaller ones, the start-up of oneDNN takes longer than it saves."""
 
 _PACKED_FROM_ROWS = 8
-"""Fewest rows for which an expert is packed: few rows gain little, and packing costs as much as some products."""
+"""Minimum rows for which an expert is packed: few rows gain little, and packing costs as much as some products."""
 
 
 def is_for(x: Tensor) -> bool:
-    """True if hidden states [B, S, D] are on a CPU, in FP32, and of few tokens for their size."""
-    most = _MAX_TOKENS_NARROW if x.shape[2] <= _NARROW else MAX_TOKENS
-    return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] * x.shape[1] <= most
+    """True if hidden states [B, S, D] are on a CPU, in FP32, and have few enough tokens for their width."""
+    max_tokens = _MAX_TOKENS_NARROW if x.shape[2] <= _NARROW else MAX_TOKENS
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] * x.shape[1] <= max_tokens
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True if this process has a module whole, without latent attention, and no `product` of it or its submodules has
-    been replaced."""
+    """True if a module is unsharded on this process and without latent attention, and no `product` of it or its
+    submodules has been replaced."""
     if any(isinstance(part, LatentAttention) for part in module.modules()):
         return False
     if any(isinstance(weight, DTensor) for weight in module.parameters()):
@@ -58,7 +59,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class Product:
-    """Multiplies rows by the transpose of a weight, or of several concatenated weights, and adds biases."""
+    """Product of rows with the transpose of a weight, or of several concatenated weights, plus biases."""
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor | None] = (None,)):
         weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
@@ -74,7 +75,7 @@ class Product:
 
 
 class Layer:
-    """A decoder layer with weights rearranged for this kernel, which copies them."""
+    """A decoder layer with weights copied and rearranged for this kernel."""
 
     def __init__(self, block: TransformerBlock):
         assert isinstance(block.self_attn, Attention), "the block is plain"
@@ -87,7 +88,7 @@ class Layer:
         self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore, options: RoutingOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Map [B, S, D] to [B, S, D]; also return the experts that each token chose, int64 [B * S, A], or None. Of the
-        options only the temperature counts."""
+        options only the temperature is used."""
         x = x + self._attention(self._input_norm(x), rope, core)
         y, chosen = self._network(self._middle_norm(x).view(-1, x.shape[-1]), options.temperature)
         return x + y.view_as(x), chosen
@@ -97,7 +98,7 @@ class _Norm:
     """RMSNorm of the last dimension as x w sqrt(D) / hypot(|x|, sqrt(D eps)), the form with the fewest operations.
 
     Args:
-        weight: [D], or [heads, D] for one weight per head; default: that of `norm`.
+        weight: [D], or [heads, D] for one weight per head; default: the weight of `norm`.
     """
 
     def __init__(self, norm: RMSNorm, weight: Tensor | None = None):
@@ -151,7 +152,8 @@ class _Mixture:
     def __init__(self, moe: MoE):
         self._router = moe.router
         self._shared = None if moe.shared_experts is None else _FeedForward(moe.shared_experts)
-        self._gate_up, self._down = _Experts(moe.experts.gate_up), _Experts(moe.experts.down)
+        self._gate_up = _Experts(moe.experts.gate_up)
+        self._down = _Experts(moe.experts.down)
 
     def __call__(self, rows: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
         y = torch.zeros_like(rows) if self._shared is None else self._shared(rows)[0]
@@ -168,7 +170,7 @@ class _Mixture:
 
 
 class _Experts:
-    """One weight of all experts. Large ones are packed when an expert first has `_PACKED_FROM_ROWS` rows."""
+    """One weight of all experts. Large weights are packed when an expert first has `_PACKED_FROM_ROWS` rows."""
 
     def __init__(self, weight_EOI: Tensor):
         self._weights = weight_EOI.detach().unbind(0)

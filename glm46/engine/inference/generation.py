@@ -1,5 +1,5 @@
-"""Continuation of token sequences in a batch whose rows are replaced as they end, with a cache and, on request, drafts
-of the prediction layers."""
+"""Continuation of token sequences in a batch whose rows are replaced when they end, with a cache and optional drafts of
+the prediction layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,43 +19,44 @@ from glm46.engine.inference.sampling import Sampling, sample
 
 @dataclass
 class Continuation:
-    """A prompt and what a model writes after it."""
+    """A prompt and the tokens that a model generates after it."""
 
     prompt: Sequence[int]
     """Token ids, at least one."""
     max_new_tokens: int
     seed: int = 0
-    """With the position of a token, it decides the sample: nothing else in the batch matters, and a continuation of
-    this prompt and its first tokens goes on with the same tokens."""
+    """Seed that, with the position of a token, determines the sample, independent of the rest of the batch. A
+    continuation of this prompt plus its first generated tokens yields the same further tokens."""
     tokens: list[int] = field(default_factory=list)
-    """What was written, with the stop id."""
+    """Generated tokens, with the stop id."""
     logprobs: list[float] = field(default_factory=list)
     """Logarithm of the probability of each token, see `sample`."""
     finish: Literal["stop", "length", "abort"] | None = None
-    """None until the end."""
+    """Reason of the end; None before."""
     routes: Tensor | None = None
-    """At the end, if the decoder records them: the experts of all tokens but the last one, see `Decoder.routes`."""
+    """Experts of all tokens except the last one, see `Decoder.routes`; set at the end if the decoder records them."""
     drafted: int = 0
     """Tokens that the prediction layers drafted."""
     accepted: int = 0
-    """Those of them that were kept."""
+    """Drafted tokens that were kept."""
 
     def text(self, stop: frozenset[int]) -> list[int]:
-        """The tokens without the stop id."""
+        """Return the tokens without the stop id."""
         return self.tokens[:-1] if self.tokens and self.tokens[-1] in stop else self.tokens
 
 
 class _Row:
-    """A row of the decoder: what it continues, and the drafts of its next tokens."""
+    """A row of the decoder: its continuation, and the drafts of its next tokens."""
 
-    def __init__(self, of: Continuation):
-        self.of, self.seed = of, signed(of.seed)
-        self.kind = blake2b(np.array(of.prompt, np.int64).tobytes(), digest_size=16).digest()
-        """Equal for equal prompts."""
+    def __init__(self, continuation: Continuation):
+        self.of = continuation
+        self.seed = signed(continuation.seed)
+        self.kind = blake2b(np.array(continuation.prompt, np.int64).tobytes(), digest_size=16).digest()
+        """Hash of the prompt, equal for equal prompts."""
         self.drafts: list[int] = []
-        self.last = of.tokens[-1] if of.tokens else of.prompt[-1]
-        """The token to be fed next, the last known one."""
-        self.position = len(of.prompt) + len(of.tokens) - 1
+        self.last = continuation.tokens[-1] if continuation.tokens else continuation.prompt[-1]
+        """Next token to feed: the last token so far."""
+        self.position = len(continuation.prompt) + len(continuation.tokens) - 1
         """Position of that token."""
 
 
@@ -67,31 +68,31 @@ def decoder_for(
     cpu_kernels: bool = True,
     mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
 ) -> Decoder:
-    """A decoder in which these continuations all have a row at once."""
-    longest = max((len(one.prompt) + one.max_new_tokens for one in continuations), default=1)
-    longest += model.shape.num_nextn_predict_layers + 1 if drafts else 0
+    """Build a decoder with a row for each of these continuations."""
+    max_length = max((len(item.prompt) + item.max_new_tokens for item in continuations), default=1)
+    max_length += model.shape.num_nextn_predict_layers + 1 if drafts else 0
     return Decoder(
-        model, batch=len(continuations), max_length=longest, drafts=drafts, cpu_kernels=cpu_kernels, mesh=mesh
+        model, batch=len(continuations), max_length=max_length, drafts=drafts, cpu_kernels=cpu_kernels, mesh=mesh
     )
 
 
 class Generation:
-    """Writes continuations; iterate over it to run round by round, each of which runs the model once.
+    """Generator of continuations; iterate over it to run round by round, with one call of the model per round.
 
-    A row of the decoder that has ended gets the next continuation that waits. The rows of one prompt share its
+    A row of the decoder that has ended gets the next waiting continuation. Rows with the same prompt share its
     computation: their keys and values are copied. If the decoder drafts, a round also checks the tokens that the
-    prediction layers drafted in the round before: those that equal what is sampled are kept. So drafts change neither
-    the tokens nor their log-probabilities, but for the rounding of longer calls.
+    prediction layers drafted in the previous round: drafts that equal the sampled tokens are kept. So drafts change
+    neither the tokens nor their log-probabilities, except for the rounding of longer calls.
 
     Args:
-        decoder: nobody else uses it until the end. Its rows are long enough for every continuation and its drafts. On a
-            mesh all ranks in step run a generation, and ranks with the same rows the same one.
-        continuations: written to; those that wait start in this order, so equal prompts should be neighbours.
+        decoder: used by nothing else until the end. Its rows must be long enough for every continuation with its
+            drafts. On a mesh all ranks in step run a generation, and ranks with the same rows run the same one.
+        continuations: updated in place; waiting ones start in this order, so equal prompts should be neighbours.
         stop: ids that end a continuation.
         vocab_size: ids from here on are padding rows of the head and are never taken.
-        is_stopped: called before each round; true, on any of the ranks in step, ends all continuations with "abort".
-        arriving: called before each round, and again and again without one; gives more continuations, or None at the
-            end. One whose `finish` it sets loses its row.
+        is_stopped: called before each round; True on any of the ranks in step ends all continuations with "abort".
+        arriving: called before each round, and repeatedly while there is no work; returns more continuations, or None
+            at the end. A continuation whose `finish` it sets loses its row.
     """
 
     def __init__(
@@ -105,11 +106,16 @@ class Generation:
         is_stopped: Callable[[], bool] = lambda: False,
         arriving: Callable[[], Sequence[Continuation] | None] | None = None,
     ):
-        self._decoder, self._sampling, self._stop, self._vocab = decoder, sampling, stop, vocab_size
-        self._is_stopped, self._arriving = is_stopped, arriving
-        self._waiting, self._rows = [*map(_Row, reversed(continuations))], list[_Row]()
+        self._decoder = decoder
+        self._sampling = sampling
+        self._stop = stop
+        self._vocab = vocab_size
+        self._is_stopped = is_stopped
+        self._arriving = arriving
+        self._waiting = [*map(_Row, reversed(continuations))]
+        self._rows = list[_Row]()
         self._cached = [b""] * decoder.batch
-        """The kind of prompt whose keys and values each row of the cache begins with."""
+        """Kind of the prompt whose keys and values are at the start of each row of the cache."""
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[None]:
@@ -136,15 +142,17 @@ class Generation:
                     yield
 
     def run(self) -> None:
-        """Write all continuations to their end."""
+        """Generate all continuations to their end."""
         for _ in self:
             pass
 
     def _admit(self) -> None:
-        """Put waiting continuations into free rows. If none wait, move the last rows there, so that rows stay few."""
+        """Put waiting continuations into free rows, and move the last rows into rows that remain free, so that the
+        number of rows stays small."""
         free = [number for number, row in enumerate(self._rows) if row.of.finish is not None]
         free += range(len(self._rows), self._decoder.batch)
-        new, rest = free[: len(self._waiting)], free[len(self._waiting) :]
+        new = free[: len(self._waiting)]
+        rest = free[len(self._waiting) :]
         for number in new:
             self._rows[number : number + 1] = [self._waiting.pop()]
         moved: dict[int, int] = {}
@@ -152,7 +160,7 @@ class Generation:
             last = self._rows.pop()
             if number < len(self._rows):
                 self._rows[number] = last
-                moved[number] = moved.pop(len(self._rows), len(self._rows))  # it may have been moved already
+                moved[number] = moved.pop(len(self._rows), len(self._rows))  # the row may have been moved before
         if moved:
             length = max(self._rows[number].position for number in moved)
             self._decoder.copy_rows(list(moved.values()), list(moved), length)
@@ -162,16 +170,17 @@ class Generation:
 
     def _fill(self, new: list[int]) -> None:
         """Compute or copy the keys and values of the prompts of new rows."""
-        of_others = set(range(self._decoder.batch)).difference(new)
-        kept = (*of_others, *(row for row in new if self._cached[row] == self._rows[row].kind))
-        held = {self._cached[row]: row for row in kept}
+        other_rows = set(range(self._decoder.batch)).difference(new)
+        cached_rows = (*other_rows, *(row for row in new if self._cached[row] == self._rows[row].kind))
+        source_by_kind = {self._cached[row]: row for row in cached_rows}
         computed: dict[bytes, int] = {}
         sources: dict[int, int] = {}
         for row in new:
-            kind, length = self._rows[row].kind, len(self._rows[row].of.prompt) - 1
+            kind = self._rows[row].kind
+            length = len(self._rows[row].of.prompt) - 1
             if self._cached[row] == kind or not length:
                 continue
-            if (source := held.get(kind, computed.get(kind))) is not None:
+            if (source := source_by_kind.get(kind, computed.get(kind))) is not None:
                 sources[row] = source
             else:
                 computed[kind] = row
@@ -183,86 +192,94 @@ class Generation:
             self._cached[row] = self._rows[row].kind
 
     def _round(self) -> None:
-        """Run the model on the last token and the drafts of each row, and take what is sampled."""
-        rows, decoder = self._rows, self._decoder
+        """Run the model on the last token and the drafts of each row, and take the sampled tokens."""
+        rows = self._rows
+        decoder = self._decoder
         if not rows:
             decoder.idle()
             return
         starts = [row.position for row in rows]
         tokens = self._padded([[row.last, *row.drafts] for row in rows])
-        found, hidden = None, decoder.hidden(tokens, starts)
+        sampled_values = None
+        hidden = decoder.hidden(tokens, starts)
         if hidden is not None:
             places = self._tensor([[start + 1] for start in starts]) + torch.arange(
                 tokens.shape[1], device=tokens.device
             )
             seeds = self._tensor([[row.seed] for row in rows]).expand_as(places)
             sampled = sample(decoder.logits(hidden)[..., : self._vocab], self._sampling, seeds, places)
-            found = torch.stack([x.double() for x in sampled])
-        chosen, logprobs = decoder.mesh.share(found, (2, *tokens.shape))
-        of_rows = zip(rows, chosen.long().tolist(), logprobs.tolist(), strict=True)
-        taken = [self._take(row, tokens, of) for row, tokens, of in of_rows]
+            sampled_values = torch.stack([x.double() for x in sampled])
+        chosen, logprobs = decoder.mesh.share(sampled_values, (2, *tokens.shape))
+        row_results = zip(rows, chosen.long().tolist(), logprobs.tolist(), strict=True)
+        taken = [self._take(row, tokens, token_logprobs) for row, tokens, token_logprobs in row_results]
         self._keep_routes()
         if decoder.depth:
             for row, drafts in zip(rows, self._draft(hidden, taken, starts), strict=True):
                 row.drafts = drafts
 
     def _keep_routes(self) -> None:
-        """Take the routes of rows that have ended."""
+        """Store the routes of rows that have ended."""
         for number, row in enumerate(self._rows):
             if row.of.finish is not None and row.of.routes is None:
                 row.of.routes = self._decoder.routes(number, row.position)
 
     def _take(self, row: _Row, chosen: list[int], logprobs: list[float]) -> list[int]:
-        """Append the accepted drafts and one more token, up to a stop id or the end; returns what is known after the
-        token that was fed.
+        """Append the accepted drafts and one more token, up to a stop id or the end.
 
         Args:
-            chosen: for each number of drafts the token after them.
+            chosen: sampled token after each number of accepted drafts.
+
+        Returns:
+            The tokens that follow the token that was fed.
         """
         agreed = 0
         while agreed < len(row.drafts) and row.drafts[agreed] == chosen[agreed]:
             agreed += 1
-        one, known = row.of, chosen[: agreed + 1]
-        one.drafted += len(row.drafts)
-        one.accepted += agreed
-        for token, logprob in zip(known, logprobs, strict=False):
-            one.tokens.append(token)
-            one.logprobs.append(logprob)
-            row.last, row.position = token, row.position + 1
+        continuation = row.of
+        accepted = chosen[: agreed + 1]
+        continuation.drafted += len(row.drafts)
+        continuation.accepted += agreed
+        for token, logprob in zip(accepted, logprobs, strict=False):
+            continuation.tokens.append(token)
+            continuation.logprobs.append(logprob)
+            row.last = token
+            row.position = row.position + 1
             if token in self._stop:
-                one.finish = "stop"
-            elif len(one.tokens) == one.max_new_tokens:
-                one.finish = "length"
-            if one.finish is not None:
+                continuation.finish = "stop"
+            elif len(continuation.tokens) == continuation.max_new_tokens:
+                continuation.finish = "length"
+            if continuation.finish is not None:
                 break
-        return known
+        return accepted
 
-    def _draft(self, hidden: Tensor | None, known: list[list[int]], starts: Sequence[int]) -> list[list[int]]:
+    def _draft(self, hidden: Tensor | None, following: list[list[int]], starts: Sequence[int]) -> list[list[int]]:
         """Draft one token per prediction layer after the last token of each row.
 
-        A layer reads the draft of the layer before it. If that draft is rejected later, its slot in the cache keeps the
-        wrong keys: later drafts are slightly worse, the text is the same.
+        A layer reads the draft of the previous layer. If that draft is rejected later, its slot in the cache keeps the
+        wrong keys: later drafts are slightly worse, but the text is the same.
 
         Args:
-            hidden: [B, S, D], of the model from positions `starts` on; None on stages without the head.
-            known: for each row, the tokens that follow those positions, up to the row's last token.
+            hidden: [B, S, D], hidden states of the model from positions `starts` on; None on stages without the head.
+            following: for each row, the tokens that follow these positions, up to the row's last token.
             starts: position of each row's first hidden state.
         """
-        drafts: list[list[int]] = [[] for _ in known]
-        rows, last, guesses = range(len(known)), [len(tokens) - 1 for tokens in known], None
+        drafts: list[list[int]] = [[] for _ in following]
+        rows = range(len(following))
+        last = [len(tokens) - 1 for tokens in following]
+        guesses = None
         for k in range(self._decoder.depth):
             if hidden is not None:
-                ahead = [(tokens + draft)[k:] for tokens, draft in zip(known, drafts, strict=True)]
+                ahead = [(tokens + draft)[k:] for tokens, draft in zip(following, drafts, strict=True)]
                 tokens = self._padded([row + [0] * (hidden.shape[1] - len(row)) for row in ahead])
                 hidden = self._decoder.draft_hidden(k, hidden, tokens, starts)
                 guesses = self._decoder.logits(hidden[rows, last])[:, : self._vocab].argmax(-1)
-            for draft, guess in zip(drafts, self._decoder.mesh.share(guesses, (len(known),)).tolist(), strict=True):
+            for draft, guess in zip(drafts, self._decoder.mesh.share(guesses, (len(following),)).tolist(), strict=True):
                 draft.append(int(guess))
         return drafts
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
-        longest = max(len(row) for row in rows)
-        return self._tensor([row + [0] * (longest - len(row)) for row in rows])
+        max_length = max(len(row) for row in rows)
+        return self._tensor([row + [0] * (max_length - len(row)) for row in rows])
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
         return torch.from_numpy(np.array(rows, np.int64)).to(self._decoder.device)  # NumPy reads lists faster

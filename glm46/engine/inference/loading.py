@@ -1,4 +1,5 @@
-"""Loading of a model for inference, whole or in parts on a mesh, from a step folder or a Hugging Face folder."""
+"""Loading of a model for inference, on one process or split over a mesh, from a step folder or a Hugging Face
+folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,17 @@ from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.stored_model import alignment_faults, stored_model, whole_model
 from glm46.storage.checkpoint.finite import describe, names_not_finite
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.checkpoint.stored_values import StepTensors
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.import_weights import FolderReader
-from glm46.storage.huggingface.step_tensors import StepTensors
 
 
 class Loaded(NamedTuple):
     """A model that is ready to run."""
 
     model: Transformer
-    """In evaluation mode; on a mesh this rank's part."""
+    """Model in evaluation mode; on a mesh, this rank's part."""
     tokenizer: Tokenizer
     mesh: ModelMesh
 
@@ -33,7 +34,7 @@ class Loaded(NamedTuple):
 def load_for_inference(
     folder: Path, *, tokenizer: str | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Transformer, Tokenizer]:
-    """Load a whole model in evaluation mode, and its tokenizer; see `load_on_mesh`."""
+    """Load a complete model in evaluation mode, and its tokenizer; see `load_on_mesh`."""
     return load_on_mesh(folder, lambda _: ModelMesh(), tokenizer=tokenizer, dtype=dtype, device=device)[:2]
 
 
@@ -46,17 +47,18 @@ def load_on_mesh(
     device: torch.device,
     drafts: bool = True,
 ) -> Loaded:
-    """Load this rank's part of a model, and its tokenizer. A rank reads its part only. Collective over all ranks.
+    """Load this rank's part of a model, and its tokenizer. A rank reads only its part. Collective over all ranks.
 
     Args:
         folder: a step folder, or a Hugging Face folder (with a config.json).
-        mesh_of: the ranks that hold a model of this shape.
-        tokenizer: tokenizer file or folder; None: the one that the folder names or holds.
-        dtype: of the weights; selection biases are always FP32.
-        drafts: with the prediction layers.
+        mesh_of: returns the mesh for a model of this shape.
+        tokenizer: tokenizer file or folder; None for the one that the folder names or contains.
+        dtype: dtype of the weights; selection biases are always FP32.
+        drafts: True to load the prediction layers.
 
     Raises:
-        UserError: the folder is neither, or damaged, its shape cannot run in this type, or there is no tokenizer.
+        UserError: the folder is neither of both, or damaged, its shape cannot run in this dtype, or there is no
+            tokenizer.
     """
     kind = require_kind(folder, Kind.HUGGING_FACE, Kind.STEP)
     load = _from_hugging_face if kind is Kind.HUGGING_FACE else _from_step
@@ -64,8 +66,8 @@ def load_on_mesh(
     def empty(shape: ModelShape) -> _Part:
         raise_if(alignment_faults(folder, shape, str(dtype).removeprefix("torch.")))
         mesh = mesh_of(shape)
-        held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
-        return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
+        built_shape = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
+        return mesh.part_of_model(built_shape, dtype).to_empty(device=device), mesh
 
     model, mesh = load(folder, empty)
     return Loaded(model, stored_model(folder).tokenizer(tokenizer), mesh)
@@ -91,12 +93,12 @@ def _from_step(folder: Path, empty: _Empty) -> _Part:
     whole_model(folder, tensors.meta["config"])
     function = tensors.function
     model, mesh = empty(function.shape)
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
-    raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
-    for name, tensor in own.items():
-        held = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in global_indices(tensor))
-        local_tensor(tensor).copy_(tensors.stored(name)[held])
-    if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
+    local_tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    raise_if([f"{folder}: lacks {name}" for name in local_tensors if name not in tensors])
+    for name, tensor in local_tensors.items():
+        local_slices = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in global_indices(tensor))
+        local_tensor(tensor).copy_(tensors[name][local_slices])
+    if names := names_not_finite({name: local_tensor(tensor) for name, tensor in local_tensors.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     model.compute_as(function, local_tensor(next(model.parameters())).device)
     return model, mesh

@@ -1,8 +1,7 @@
-"""The ranks that hold the parts of one model for inference, and what they send each other.
+"""Ranks that hold the parts of one model for inference, and their communication.
 
-The parts are those of training, without FSDP: tensor parallelism with its split of tokens, experts on the ranks of a
-group, layers on the stages of a pipeline. Ranks that compute the same tokens share rows; their replicas have rows of
-their own.
+The model is split as in training, without FSDP: tensor parallelism with its split of tokens, experts on the ranks of a
+group, layers on the stages of a pipeline. Ranks that compute the same tokens share rows; replicas have different rows.
 """
 
 from collections.abc import Sequence
@@ -26,18 +25,19 @@ from glm46.run.stages import split_layers
 
 @dataclass(frozen=True)
 class ModelMesh:
-    """The groups of this rank. The default is one process with the whole model; every method is local then."""
+    """Groups of this rank. The default is one process with the complete model; then every method is local."""
 
     layout: Layout = Layout(1, 1, 1, 1, 1, 1)
-    """``dp_shard`` is the number of replicas that have rows of their own; nothing is sharded over them but experts."""
+    """Layout in which ``dp_shard`` is the number of replicas with different rows; only experts are sharded over
+    them."""
     rank: int = 0
     tensor: DeviceMesh | None = None
     expert: DeviceMesh | None = None
     pipeline: dist.ProcessGroup | None = None
     sharing: dist.ProcessGroup | None = None
-    """The ranks with the same rows; None if this is the only one."""
+    """Ranks with the same rows; None if this is the only one."""
     in_step: dist.ProcessGroup | None = None
-    """The ranks that must run the model equally often: those with the same rows, and those that have their experts."""
+    """Ranks that must run the model equally often: ranks with the same rows, and ranks that hold their experts."""
 
     @property
     def is_split(self) -> bool:
@@ -46,12 +46,12 @@ class ModelMesh:
 
     @property
     def row_group(self) -> int:
-        """Number of the ranks that share rows with this one, among ``layout.dp_degree``."""
+        """Index of the group of ranks that share rows with this one, among ``layout.dp_degree`` groups."""
         return self.layout.dp_rank(self.rank)
 
     @property
     def stage(self) -> int:
-        """Number of this rank's layers in the pipeline."""
+        """Index of this rank's pipeline stage."""
         return self.rank // (self.layout.world_size // self.layout.pp)
 
     @property
@@ -66,12 +66,12 @@ class ModelMesh:
 
     @property
     def is_source(self) -> bool:
-        """True if what this rank computes with the head counts, among the ranks with the same rows."""
+        """True for the one rank with the head, among ranks with the same rows, whose results are used."""
         return self.is_last and self.rank % self.layout.tp == 0
 
     def part_of_model(self, shape: ModelShape, dtype: torch.dtype) -> Transformer:
-        """This rank's part of a model, on the meta device, in evaluation mode and without gradients. The last stage has
-        the embedding too if there are prediction layers."""
+        """Build this rank's part of a model on the meta device, in evaluation mode and without gradients. The last
+        stage also has the embedding if there are prediction layers."""
         with torch.device("meta"):
             model = Transformer(shape).requires_grad_(False).eval().cast(dtype)
         if self.pipeline is not None:
@@ -86,23 +86,23 @@ class ModelMesh:
         return model
 
     def padded(self, tokens: int) -> int:
-        """Tokens of a call with those of padding, at least one for each tensor-parallel rank."""
+        """Return the number of tokens of a call with padding, at least one for each tensor-parallel rank."""
         tp = self.layout.tp
         return max(-(-tokens // tp), 1) * tp
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """This rank's part of the tokens of [1, T, D], padded: [1, t, D]."""
+        """Return this rank's part of the tokens of [1, T, D], padded: [1, t, D]."""
         tp = self.layout.tp
         if (missing := self.padded(x.shape[1]) - x.shape[1]) > 0:
             x = F.pad(x, (0, 0, 0, missing))
         return x if tp == 1 else x.chunk(tp, dim=1)[self.rank % tp]
 
     def all_tokens(self, x: Tensor, tokens: int) -> Tensor:
-        """The inverse of `own_tokens`, without the padding. Collective."""
+        """Invert `own_tokens` and remove the padding. Collective."""
         return (x if self.tensor is None else gather_sequence(x, self.tensor.get_group()))[:, :tokens]
 
     def receive(self, *like: Tensor) -> None:
-        """Fill tensors with those that the stage before sends. Collective with `send`."""
+        """Fill tensors with data from the previous stage. Collective with `send`."""
         for x in like:
             dist.recv(x, group=self.pipeline, group_src=self.stage - 1)
 
@@ -112,7 +112,7 @@ class ModelMesh:
             dist.send(x.contiguous(), group=self.pipeline, group_dst=self.stage + 1)
 
     def sum_over_stages(self, x: Tensor) -> Tensor:
-        """The sum of an integer tensor on the CPU over the stages of the pipeline. Collective."""
+        """Sum an integer tensor on the CPU over the stages of the pipeline. Collective."""
         if self.pipeline is None:
             return x
         wide = x.to(torch.int32)  # gloo does not send int16
@@ -120,40 +120,41 @@ class ModelMesh:
         return wide.to(x.dtype)
 
     def most(self, *counts: int) -> list[int]:
-        """For each number the largest of the ranks that run in step. Collective."""
+        """Return the maximum of each number over the ranks that run in step. Collective."""
         if self.in_step is None:
             return list(counts)
-        found = torch.tensor(counts)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.in_step)
-        return found.tolist()
+        maxima = torch.tensor(counts)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.in_step)
+        return maxima.tolist()
 
     def share(self, values: Tensor | None, size: Sequence[int]) -> Tensor:
-        """Numbers of the first rank with the head, on all ranks with the same rows: FP64 on the CPU. Collective.
+        """Broadcast numbers of the first rank with the head to all ranks with the same rows: FP64 on the CPU.
+        Collective.
 
-        Ranks would sample different tokens if a sum differed in the last bit, and would then wait for each other
-        without end.
+        Without it, ranks whose sums differ in the last bit would sample different tokens, and then wait for each other
+        forever.
 
         Args:
             values: [*size]; None on other stages.
         """
         # sync: the host needs them.
-        found = torch.empty(*size, dtype=torch.float64) if values is None else values.double().cpu()
+        shared = torch.empty(*size, dtype=torch.float64) if values is None else values.double().cpu()
         if self.sharing is not None:
-            dist.broadcast(found, group=self.sharing, group_src=(self.layout.pp - 1) * self.layout.tp)
-        return found
+            dist.broadcast(shared, group=self.sharing, group_src=(self.layout.pp - 1) * self.layout.tp)
+        return shared
 
     def gather_rows(self, rows: list[list[int]]) -> list[list[int]]:
-        """The token ids of all rows, in the order of their groups; ``rows`` are those of this rank. Collective over all
-        ranks."""
+        """Gather the token ids of all rows, in the order of their groups; ``rows`` are the rows of this rank.
+        Collective over all ranks."""
         if self.layout.world_size == 1:
             return rows
-        found: list[list[list[int]]] = [[] for _ in range(self.layout.world_size)]
-        dist.all_gather_object(found, rows if self.is_first_of_rows else [])
-        return [row for of_rank in found for row in of_rank]
+        rows_by_rank: list[list[list[int]]] = [[] for _ in range(self.layout.world_size)]
+        dist.all_gather_object(rows_by_rank, rows if self.is_first_of_rows else [])
+        return [row for rank_rows in rows_by_rank for row in rank_rows]
 
 
 def build_model_mesh(layout: Layout, rank: int, device_type: str) -> ModelMesh:
-    """The groups of this rank. Collective.
+    """Build the groups of this rank. Collective.
 
     Args:
         layout: without replicas (``dp_replicate``) and context parallelism; see `ModelMesh.layout`.
@@ -164,13 +165,14 @@ def build_model_mesh(layout: Layout, rank: int, device_type: str) -> ModelMesh:
         return mesh
     meshes = build_meshes(layout, device_type)
     sharing = _group(layout, 1) if layout.non_dp_degree > 1 else None
-    coupled = max(layout.ep // layout.tp, 1)  # replicas that have each other's experts
+    coupled = max(layout.ep // layout.tp, 1)  # replicas that share experts
     in_step = _group(layout, coupled) if coupled > 1 else sharing
     return ModelMesh(layout, rank, meshes.tensor, meshes.expert, meshes.pipeline, sharing, in_step)
 
 
 def _group(layout: Layout, replicas: int) -> dist.ProcessGroup:
-    """The group of this rank, of so many neighbouring replicas each, over all stages. Collective."""
+    """Build groups of this many neighbouring replicas each, over all stages, and return the group of this rank.
+    Collective."""
     ranks: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
         ranks.setdefault(layout.dp_rank(rank) // replicas, []).append(rank)

@@ -28,51 +28,56 @@ class Sampling:
 
 
 def scores(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits of the distribution to sample from, FP32 [..., V]: -inf for what the filters exclude, which apply in the
-    order of the fields of `Sampling`. At temperature 0 the logits themselves.
+    """Return the logits of the distribution to sample from, FP32 [..., V]. Tokens that a filter excludes get -inf.
+
+    The filters apply in the order of the fields of `Sampling`. At temperature 0 the logits are returned unchanged.
 
     Args:
         logits: FP32 [..., V].
     """
     if sampling.is_greedy:
         return logits
-    found = logits if sampling.temperature == 1.0 else logits / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < found.shape[-1]:
-        found = found.masked_fill(found < found.topk(sampling.top_k).values[..., -1:], -torch.inf)
+    filtered = logits if sampling.temperature == 1.0 else logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < filtered.shape[-1]:
+        filtered = filtered.masked_fill(filtered < filtered.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1.0:
-        chances, order = found.softmax(-1).sort(descending=True, stable=True)
-        before = chances.cumsum(-1) - chances
-        excluded = torch.zeros_like(before, dtype=torch.bool).scatter_(-1, order, before >= sampling.top_p)
-        found = found.masked_fill(excluded, -torch.inf)
+        probabilities, order = filtered.softmax(-1).sort(descending=True, stable=True)
+        sum_before = probabilities.cumsum(-1) - probabilities
+        excluded = torch.zeros_like(sum_before, dtype=torch.bool).scatter_(-1, order, sum_before >= sampling.top_p)
+        filtered = filtered.masked_fill(excluded, -torch.inf)
     if sampling.min_p > 0.0:
-        chances = found.softmax(-1)
-        found = found.masked_fill(chances < sampling.min_p * chances.amax(-1, keepdim=True), -torch.inf)
-    return found
+        probabilities = filtered.softmax(-1)
+        filtered = filtered.masked_fill(
+            probabilities < sampling.min_p * probabilities.amax(-1, keepdim=True), -torch.inf
+        )
+    return filtered
 
 
 def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token of each row, or take the most likely one.
 
-    The token is that at which the running sum of the probabilities, in FP64, passes `uniform(seeds, positions)`.
+    A sampled token is the first one at which the running sum of the probabilities, in FP64, exceeds
+    `uniform(seeds, positions)`.
 
     Args:
         logits: FP32 [..., V].
         seeds: int64 [...].
-        positions: int64 [...]: of the token in its sequence.
+        positions: int64 [...], position of the token in its sequence.
 
     Returns:
-        Tokens, int64 [...], and the logarithm of their probability, FP32 [...], in the distribution that they were
-        sampled from; for the most likely tokens in that of the logits.
+        Tokens, int64 [...].
+        Logarithms of their probabilities, FP32 [...]: in the distribution that they were sampled from, or, for the most
+        likely tokens, in the distribution of the logits.
     """
-    of = scores(logits, sampling)
-    chances = of.softmax(-1)
+    filtered = scores(logits, sampling)
+    probabilities = filtered.softmax(-1)
     if sampling.is_greedy:
-        tokens = of.argmax(-1, keepdim=True)
+        tokens = filtered.argmax(-1, keepdim=True)
     else:
-        sums = chances.cumsum(-1, dtype=torch.float64)
+        sums = probabilities.cumsum(-1, dtype=torch.float64)
         # Less than the last sum, whatever it rounds to: the number is at most 1 - 2**-52.
         tokens = torch.searchsorted(sums, uniform(seeds, positions).unsqueeze(-1) * sums[..., -1:], right=True)
-    return tokens.squeeze(-1), chances.gather(-1, tokens).log().squeeze(-1)
+    return tokens.squeeze(-1), probabilities.gather(-1, tokens).log().squeeze(-1)
 
 
 @torch.no_grad()
@@ -87,29 +92,31 @@ def continue_tokens(
     device: torch.device,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """Continue a prompt without a cache: each token runs the model on the whole sequence.
+    """Continue a prompt without a cache: each token runs the model on the full sequence.
 
     For models that `Decoder` cannot run, because their layers are sharded over ranks (FSDP2 gathers the weights only in
     the forward of the whole model). Collective if the model is: all ranks call it with the same arguments.
 
     Args:
-        logits_of: the model, int64 [1, S] to [1, S, V].
+        logits_of: runs the model, int64 [1, S] to [1, S, V].
         prompt: token ids, at least one.
         temperature: 0 takes the most likely token; otherwise sample with a fixed seed, the same on every rank.
         stop: ids that end the text.
         vocab_size: ids from here on are padding rows of the head and are never taken.
-        is_stopped: called before each token; true ends the text. All ranks must get the same answer.
+        is_stopped: called before each token; True ends the text. Must return the same value on all ranks.
 
     Returns:
         The new ids, without the stop id.
     """
-    sampling, tokens = Sampling(temperature), list(prompt)
+    sampling = Sampling(temperature)
+    tokens = list(prompt)
     for _ in range(max_new_tokens):
         if is_stopped():
             break
         logits = logits_of(torch.tensor([tokens], device=device))[0, -1:, :vocab_size].float()
-        place = torch.tensor([len(tokens)], device=device)
-        token = int(sample(logits, sampling, torch.zeros_like(place), place)[0])  # sync: the next call needs the token
+        position = torch.tensor([len(tokens)], device=device)
+        next_token, _ = sample(logits, sampling, torch.zeros_like(position), position)
+        token = int(next_token)  # sync: the next call needs the token
         if token in stop:
             break
         tokens.append(token)
@@ -117,10 +124,10 @@ def continue_tokens(
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Numbers uniform in [0, 1 - 2**-52], FP64: a hash of seed and position, both int64.
+    """Return FP64 numbers uniform in [0, 1 - 2**-52]: a hash of seed and position, both int64.
 
-    Each is an output of SplitMix64 (doi 10.1145/2660193.2660195), whose state starts with its output for the seed:
-    samples of neighbouring seeds and positions are not related.
+    Each number is an output of SplitMix64 (doi 10.1145/2660193.2660195), whose state starts with its output for the
+    seed, so that samples of neighbouring seeds and positions are independent.
     """
     state = mixed(seeds + GAMMA) + positions * GAMMA
     return mixed(state + GAMMA).bitwise_and(2**52 - 1).double() * 2.0**-52

@@ -1,8 +1,8 @@
 """Log-probabilities of continuations after contexts. Requests that begin with the same tokens share their computation.
 
-The requests of a batch are a tree of tokens: the first call of the decoder computes what families of requests have in
-common, and each further call goes on from copies of the keys and values of the call before. A multiple-choice question
-is so read once for all its answers, and the examples before the questions once for all questions of a batch.
+The requests of a batch form a tree of tokens: the first call of the decoder computes the common prefixes of families of
+requests, and each further call continues from copies of the keys and values of the previous call. So a multiple-choice
+question is read once for all its answers, and the examples before the questions once for all questions of a batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.model_mesh import ModelMesh
 
 _LEAST_SHARED = 16
-"""Fewest tokens that are worth a call of their own."""
+"""Minimum number of shared tokens that justify a separate call."""
 
 MOST_SLOTS = 16384
-"""Most slots of a cache: rows of a batch, each as long as the longest one. One longer row is a batch of its own."""
+"""Maximum slots of a cache (rows of a batch times the longest one). A longer row is a batch of its own."""
 
 
 class ContinuationRequest(NamedTuple):
-    """A question: the log-probability of a continuation after a context."""
+    """Request for the log-probability of a continuation after a context."""
 
     context: tuple[int, ...]
     """Token ids, at least one."""
@@ -37,22 +37,22 @@ class ContinuationRequest(NamedTuple):
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The tokens that the model reads."""
+        """Tokens that the model reads."""
         return (*self.context, *self.continuation)[:-1]
 
 
 class ContinuationScore(NamedTuple):
-    """The answer to a `ContinuationRequest`."""
+    """Result of a `ContinuationRequest`."""
 
     logprob: float
-    """In nats, summed over the continuation."""
+    """Log-probability in nats, summed over the continuation."""
     is_greedy: bool
     """True if each token of the continuation is the most likely one."""
 
 
 @dataclass
 class _Sequence:
-    """Tokens that the model reads, and the requests, by number, that they answer."""
+    """Tokens that the model reads, and the indices of the requests that they answer."""
 
     inputs: tuple[int, ...]
     requests: list[int]
@@ -65,9 +65,9 @@ class _Node:
     start: int
     tokens: tuple[int, ...]
     parent: int
-    """Its row in the call before."""
+    """Row of the parent in the previous call."""
     requests: list[int]
-    """Those that read these tokens."""
+    """Indices of the requests that read these tokens."""
 
 
 @torch.inference_mode()
@@ -80,52 +80,57 @@ def score(
     """Score requests in batches, the longest first. Collective over all ranks, which pass equal requests.
 
     Args:
-        model: on a mesh this rank's part.
+        model: the model; on a mesh, this rank's part.
         advance: called with the number of tokens of the requests just answered.
 
     Yields:
-        Numbers of requests and their scores, the same on all ranks.
+        Indices of requests and their scores, the same on all ranks.
     """
-    batches, replicas = [*_batches(requests)], mesh.layout.dp_degree
+    batches = [*_batches(requests)]
+    replicas = mesh.layout.dp_degree
     for first in range(0, len(batches), replicas):
-        of_replicas = batches[first : first + replicas]
-        calls = max(len(_calls(batch)) for batch in of_replicas)
-        mine = of_replicas[mesh.row_group] if mesh.row_group < len(of_replicas) else []
-        found = torch.zeros(len(requests), 2, dtype=torch.float64)
-        _add_scores(found, model, mesh, requests, _calls(mine), calls)
+        replica_batches = batches[first : first + replicas]
+        calls = max(len(_calls(batch)) for batch in replica_batches)
+        mine = replica_batches[mesh.row_group] if mesh.row_group < len(replica_batches) else []
+        totals = torch.zeros(len(requests), 2, dtype=torch.float64)
+        _add_scores(totals, model, mesh, requests, _calls(mine), calls)
         if mesh.layout.world_size > 1:
-            dist.all_reduce(found)
-        numbers = [number for batch in of_replicas for one in batch for number in one.requests]
-        yield [(number, ContinuationScore(found[number, 0].item(), found[number, 1].item() == 0)) for number in numbers]
+            dist.all_reduce(totals)
+        numbers = [number for batch in replica_batches for item in batch for number in item.requests]
+        yield [
+            (number, ContinuationScore(totals[number, 0].item(), totals[number, 1].item() == 0)) for number in numbers
+        ]
         advance(sum(len(requests[number].inputs) for number in numbers))
 
 
 def _batches(requests: Sequence[ContinuationRequest]) -> Iterator[list[_Sequence]]:
-    """Sequences that are computed together, the longest first; those that begin alike are neighbours."""
+    """Yield sequences that are computed together, the longest first; sequences with a common prefix are neighbours."""
     by_inputs: dict[tuple[int, ...], _Sequence] = {}
     for number, request in enumerate(requests):
         by_inputs.setdefault(request.inputs, _Sequence(request.inputs, [])).requests.append(number)
     parts = []
-    for family in _families(sorted(by_inputs.values(), key=lambda one: one.inputs), 0):
-        rows = max(1, MOST_SLOTS // max(len(one.inputs) for one in family))
+    for family in _families(sorted(by_inputs.values(), key=lambda item: item.inputs), 0):
+        rows = max(1, MOST_SLOTS // max(len(item.inputs) for item in family))
         parts += [family[first : first + rows] for first in range(0, len(family), rows)]
     batch: list[_Sequence] = []
-    longest = 0
-    for length, part in sorted(((max(len(one.inputs) for one in part), part) for part in parts), key=lambda of: -of[0]):
-        if batch and (len(batch) + len(part)) * longest > MOST_SLOTS:
+    max_length = 0
+    for length, part in sorted(
+        ((max(len(item.inputs) for item in part), part) for part in parts), key=lambda entry: -entry[0]
+    ):
+        if batch and (len(batch) + len(part)) * max_length > MOST_SLOTS:
             yield batch
             batch = []
-        longest = longest if batch else length
+        max_length = max_length if batch else length
         batch += part
     if batch:
         yield batch
 
 
 def _families(members: Sequence[_Sequence], start: int) -> Iterator[list[_Sequence]]:
-    """Divide sorted sequences that agree up to ``start`` where neighbours share too few further tokens."""
+    """Split sorted sequences, which agree up to ``start``, between neighbours that share too few further tokens."""
     family = list(members[:1])
-    for one, other in pairwise(members):
-        if _agreement(one.inputs, other.inputs) - start < _LEAST_SHARED:
+    for member, other in pairwise(members):
+        if _agreement(member.inputs, other.inputs) - start < _LEAST_SHARED:
             yield family
             family = []
         family.append(other)
@@ -133,47 +138,48 @@ def _families(members: Sequence[_Sequence], start: int) -> Iterator[list[_Sequen
         yield family
 
 
-def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of first tokens that are equal."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _agreement(first: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
 
 
 def _calls(batch: Sequence[_Sequence]) -> list[list[_Node]]:
-    """The rows of each call of the decoder."""
+    """Return the rows of each call of the decoder."""
     calls: list[list[_Node]] = []
 
     def place(members: Sequence[_Sequence], start: int, call: int, parent: int) -> None:
         for family in _families(members, start):
-            end = _agreement(family[0].inputs, family[-1].inputs)  # the least of a sorted family
-            if end == start:  # these tokens are those of a node before
+            end = _agreement(family[0].inputs, family[-1].inputs)  # the minimum over a sorted family
+            if end == start:  # an earlier node has these tokens
                 continue
             calls.extend([] for _ in range(call + 1 - len(calls)))
-            tokens, numbers = family[0].inputs[start:end], [number for one in family for number in one.requests]
+            tokens = family[0].inputs[start:end]
+            numbers = [number for item in family for number in item.requests]
             calls[call].append(_Node(start, tokens, parent, numbers))
             if len(family) > 1:
                 place(family, end, call + 1, len(calls[call]) - 1)
 
-    place(sorted(batch, key=lambda one: one.inputs), 0, 0, 0)
+    place(sorted(batch, key=lambda item: item.inputs), 0, 0, 0)
     return calls
 
 
 def _add_scores(
-    found: Tensor,
+    totals: Tensor,
     model: Transformer,
     mesh: ModelMesh,
     requests: Sequence[ContinuationRequest],
     calls: list[list[_Node]],
-    most: int,
+    max_calls: int,
 ) -> None:
-    """Add the log-probabilities of a batch and the number of tokens that are not the most likely ones.
+    """Add the log-probabilities of a batch and the number of tokens that are not the most likely ones to ``totals``.
 
     Args:
-        found: FP64 [requests, 2], on the first rank with the head among those with the same rows.
-        most: calls of the ranks in step.
+        totals: FP64 [requests, 2]; only the first rank with the head, among ranks with the same rows, adds to it.
+        max_calls: maximum number of calls over the ranks in step.
     """
     ends = [max(node.start for node in call) + max(len(node.tokens) for node in call) for call in calls]
     rows = max(map(len, calls), default=1)
-    # The kernels for few tokens copy the weights, which is slow for each batch.
+    # Without the kernels for few tokens, which would copy the weights for each batch.
     decoder = Decoder(model, batch=rows, max_length=max(ends, default=1), cpu_kernels=False, mesh=mesh)
     with decoder:
         for nodes in calls:
@@ -188,32 +194,35 @@ def _add_scores(
             if len(places):
                 logprobs, predictions = _head(model, mesh, hidden, places, labels)
                 if mesh.is_source:
-                    found[:, 0].index_add_(0, owners, logprobs.double().cpu())
-                    found[:, 1].index_add_(0, owners, (predictions.cpu() != labels).double())
-        for _ in range(most - len(calls)):
+                    totals[:, 0].index_add_(0, owners, logprobs.double().cpu())
+                    totals[:, 1].index_add_(0, owners, (predictions.cpu() != labels).double())
+        for _ in range(max_calls - len(calls)):
             decoder.idle()
 
 
 def _targets(
     nodes: Sequence[_Node], requests: Sequence[ContinuationRequest], width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all tokens of continuations that follow tokens of a call: the place of the token before, counted over the rows
-    of ``width`` tokens, the token, and the number of its request; int64 on the CPU."""
-    places, labels, owners = list[int](), list[int](), list[int]()
+    """Return the labels of a call, the continuation tokens that follow its tokens, in three int64 tensors on the CPU:
+    the place of the preceding token, counted over rows of ``width`` tokens, the label, and the index of its request."""
+    places = list[int]()
+    labels = list[int]()
+    owners = list[int]()
     for row, node in enumerate(nodes):
         for number in node.requests:
             context, continuation = requests[number]
             first = len(context) - 1
-            low, high = max(first, node.start), min(first + len(continuation), node.start + len(node.tokens))
+            low = max(first, node.start)
+            high = min(first + len(continuation), node.start + len(node.tokens))
             places += range(row * width + low - node.start, row * width + high - node.start)
             labels += continuation[low - first : max(high - first, 0)]
             owners += [number] * max(high - low, 0)
-    found = torch.tensor([places, labels, owners], dtype=torch.int64)
-    return found[0], found[1], found[2]
+    targets = torch.tensor([places, labels, owners], dtype=torch.int64)
+    return targets[0], targets[1], targets[2]
 
 
 def _head(model: Transformer, mesh: ModelMesh, hidden: Tensor, places: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of labels [N] and the most likely tokens [N] at places of hidden states [B, S, D]."""
+    """Compute log-probabilities of labels [N], and the most likely tokens [N], at places of hidden states [B, S, D]."""
     chosen = hidden.reshape(1, -1, hidden.shape[-1])[:, places.to(hidden.device)]
     padding = mesh.padded(len(labels)) - len(labels)
     padded = F.pad(labels, (0, padding), value=IGNORE).unsqueeze(0).to(hidden.device)

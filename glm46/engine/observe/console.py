@@ -7,29 +7,34 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from glm46.engine.observe.metrics import OPTIMISED, SHOWN, split_column
+from glm46.engine.observe.metrics import MOST_IMPORTANT, OPTIMISED, SHOWN, split_column
 
 SPEEDS = ("budget_tokens_per_second", "tokens_per_second")
-"""Columns of the speed at which the budget is spent: the first one that a row has."""
+"""Columns with the speed at which the budget is spent, in order of preference."""
+
+MAX_LINE_WIDTH = 120
+"""Maximum characters of the line of a training row."""
+_LEFT_WIDTH = len("59m 59s left")
+_GAP = "  "
 
 _LEAST_BAR = 18
-"""Columns of a terminal for "step", a bar of five columns and the per cent."""
+"""Columns of a terminal for "step", a bar of five columns and the percentage."""
 
 
 def duration(seconds: float) -> str:
     """Format seconds in the two largest units: 42s, 3m 05s, 2h 07m, 4d 03h."""
-    whole = max(round(seconds), 0)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+    rounded = max(round(seconds), 0)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m {rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h {rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d {rounded % 86400 // 3600:02d}h"
 
 
 def short_number(value: float) -> str:
-    """A number for an axis: 1.5M, 20B, 0.25, 3e-04."""
+    """Format a number for an axis: 1.5M, 20B, 0.25, 3e-04."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -37,7 +42,7 @@ def short_number(value: float) -> str:
 
 
 def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
-    """Time until the last token at the speed of this row; "?" if the speed is unknown."""
+    """Format the time until the last token at the speed of this row; "?" if the speed is unknown."""
     speed = next((row[name] for name in SPEEDS if name in row), None)
     if not speed:
         return "?"
@@ -45,18 +50,33 @@ def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
 
 
 def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
-    """Format a training row as one line, with what the row has. Columns are aligned between rows."""
+    """Format a training row as one line of at most `MAX_LINE_WIDTH` characters, with the most important columns of the
+    row. Columns are aligned between rows."""
     done = 100.0 * (row.get("tokens") or 0) / total_tokens
-    parts = [f"step {row['step']:7,}", f"{done:5.1f}%", *_parts(row, [shown.column for shown in SHOWN])]
-    for name, label, text in (("memory_peak_gib", "GiB", "{:5.1f}"), ("gpu_utilization_ratio", "GPU", "{:4.0%}")):
-        if f"{name}/min" in row:
-            spread = "/".join(_filled(text, row[f"{name}/{part}"]) for part in ("min", "mean", "max"))
-            parts.append(f"{label} {spread}")
-    return "  ".join([*parts, f"{time_left(row, total_tokens)} left"])
+    begin = f"step {row['step']:7,}{_GAP}{done:5.1f}%"
+    columns = _columns_with_room(row, MAX_LINE_WIDTH - len(begin) - len(_GAP) - _LEFT_WIDTH)
+    return _GAP.join([begin, *_parts(row, columns), f"{time_left(row, total_tokens)} left"])
+
+
+def _columns_with_room(row: Mapping[str, float | None], room: int) -> list[str]:
+    """Return the most important columns of a row whose texts fit in this many characters. The loss of a policy is
+    dropped: it is constant or noise, and the entropy is more informative."""
+    texts = {shown.column: shown.text for shown in SHOWN}
+    columns = []
+    for column in MOST_IMPORTANT:
+        if column not in row or (column == "loss" and "entropy" in row):
+            continue
+        width = len(_GAP) + len(
+            texts[column].format(0.0)
+        )  # width of a zero instead of the value: all rows of a run show equal columns
+        if width <= room:
+            columns.append(column)
+            room -= width
+    return columns
 
 
 def validation_line(row: Mapping[str, float | None]) -> str:
-    """Format a validation row as one line: each figure over all sources, then that of each source or set."""
+    """Format a validation row as one line: each metric over all sources, then for each source or set."""
     parts = [f"step {row['step']:7,}"]
     for column, value in row.items():
         name, part = split_column(column)
@@ -70,9 +90,9 @@ def validation_line(row: Mapping[str, float | None]) -> str:
 
 
 def _parts(row: Mapping[str, float | None], columns: Sequence[str]) -> list[str]:
-    """Texts of those of these columns that a row has."""
-    of = [shown for shown in SHOWN if shown.text and shown.column in columns and shown.column in row]
-    return [_filled(shown.text, row[shown.column]) for shown in of]
+    """Return the texts of the columns that the row has."""
+    available = [shown for shown in SHOWN if shown.text and shown.column in columns and shown.column in row]
+    return [_filled(shown.text, row[shown.column]) for shown in available]
 
 
 def _filled(text: str, value: float | None) -> str:
@@ -81,8 +101,8 @@ def _filled(text: str, value: float | None) -> str:
 
 
 class ConsoleView:
-    """Console of one rank: a line for each row and message. On a terminal a bar below them shows how far the run is and
-    what it optimises (`OPTIMISED`); it disappears when it is closed.
+    """Console of one rank: a line for each row and message. On a terminal a bar below them shows the progress and the
+    optimised columns (`OPTIMISED`); it disappears when it is closed.
 
     Args:
         total_tokens: budget of the run.
@@ -102,16 +122,16 @@ class ConsoleView:
         self.step(row)
 
     def step(self, row: Mapping[str, float | None]) -> None:
-        """Move the bar to a step; without a terminal there is none.
+        """Move the bar to a step; without a terminal there is no bar.
 
         Args:
-            row: ``step``, ``tokens`` and the columns that the step has.
+            row: ``step``, ``tokens`` and the columns of the step.
         """
         if not self._console.is_terminal:
             return
         optimised = next((columns for columns in OPTIMISED if columns[0] in row), ())
-        left = f"{time_left({**row, **self._speed}, self._total_tokens)} left"
-        texts = [" ".join(text.split()) for text in (*_parts(row, optimised), *_parts(self._speed, SPEEDS), left)]
+        remaining = f"{time_left({**row, **self._speed}, self._total_tokens)} left"
+        texts = [" ".join(text.split()) for text in (*_parts(row, optimised), *_parts(self._speed, SPEEDS), remaining)]
         step = f"{row['step']:,}"
         room = self._console.width - len(step) - _LEAST_BAR
         while len(texts) > 1 and len("  ".join(texts)) > room:  # rich would cut the last number
@@ -127,7 +147,7 @@ class ConsoleView:
         self._progress.start()
 
     def row(self, text: str) -> None:
-        """Print the line of a row; a narrow terminal shows it in several, without a number that is cut in two."""
+        """Print the line of a row; a narrow terminal wraps it between numbers."""
         self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
 
     def line(self, text: str) -> None:

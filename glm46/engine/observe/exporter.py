@@ -1,159 +1,221 @@
-"""Metrics of a run for Prometheus, read from the files in its dump folder: heartbeat and rows.
+"""Metrics of a run for Prometheus, served by the first rank.
 
-The exporter is a thread of the launcher or a process of its own; in a run without launcher it is a thread of a rank. A
-scrape costs training nothing and works while ranks hang, crash and start again.
+The loop sets values at each step and change of phase, and the report passes each row; a scrape reads them in a thread
+of the server, without a cost for training.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from glm46.engine.observe.heartbeat import Beat, Phase, read_heartbeat
-from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.engine.observe.metrics import METRICS, SPREAD, exported_name, find_metric, split_column
+from glm46.engine.training.observer import Phase
 
-_TAIL_BYTES = 64 * 1024
-"""Read of the end of the rows: some dozens. A value of an earlier row, such as of validation, is kept from then."""
-_MOST_PARTS = 16
-"""Bound on the series of one metric, such as those of sources: Prometheus pays for each one."""
-
+ADDRESS = "127.0.0.1"
+"""Address of the endpoint, which is reachable from the same machine only."""
+_MAX_PARTS = 16
+"""Maximum number of series of one metric, such as one per source: each costs memory in Prometheus."""
+_LAST_SCRAPE_SECONDS = 10.0
+"""Maximum wait at the end of a run for a scrape of its last phase: two intervals of the shipped Prometheus config."""
 _BASE_UNITS = {"GiB": ("bytes", 2.0**30), "TFLOP/s": ("FLOP/s", 1e12)}
-_OF_HEARTBEAT = ("step", "tokens", "unix_seconds", "skipped_steps", "failed_saves")
-"""Columns that the heartbeat has newer."""
+
+_GAUGES = {
+    "training_step": "Optimizer steps since the start of the run; falls when a run resumes.",
+    "training_tokens": "Tokens since the start of the run.",
+    "training_tokens_budget": "Tokens at which the run ends.",
+    "training_last_step_timestamp_seconds": "Time of the last step or change of phase, since 1970 in UTC.",
+    "training_start_timestamp_seconds": "Start of the process of the first rank, since 1970.",
+    "training_last_checkpoint_step": "Step of the newest checkpoint; 0 if there is none.",
+    "training_last_checkpoint_timestamp_seconds": "Time of the newest checkpoint, since 1970.",
+    "training_checkpoint_interval_steps": "Steps between two checkpoints.",
+}
+_COUNTERS = {
+    "training_steps_total": "Optimizer steps of this process; starts at 0 with each process.",
+    "training_tokens_total": "Tokens of this process.",
+    "training_skipped_steps_total": "Steps of this process that were skipped: spikes, non-finite.",
+    "training_not_finite_steps_total": "Steps skipped because a value was not finite.",
+    "training_failed_saves_total": "Checkpoints of this process that could not be saved.",
+}
+_SET_BY_LOOP = ("step", "tokens", "unix_seconds", "skipped_steps", "failed_saves")
+"""Columns whose values the loop sets at each step, and not the rows."""
 
 
-class _Gauge(NamedTuple):
-    name: str
-    help: str
-    value: str
-    """Field of `Beat`."""
+class Exporter(Collector):
+    """Metrics of a run, served at ``http://127.0.0.1:PORT/metrics``.
 
+    A scrape is answered even while the ranks hang. Counters start at 0 with each process, and Prometheus treats a
+    decrease as such a restart; gauges have absolute values. If the port cannot be used, the run continues without an
+    endpoint.
 
-_GAUGES = (
-    _Gauge("training_step", "Optimizer steps since the start of the run; falls when a run resumes.", "step"),
-    _Gauge("training_tokens", "Tokens since the start of the run.", "tokens"),
-    _Gauge("training_tokens_budget", "Tokens at which the run ends.", "tokens_budget"),
-    _Gauge(
-        "training_last_step_timestamp_seconds", "Time of the last step or change of phase, since 1970 in UTC.", "moved"
-    ),
-    _Gauge("training_start_timestamp_seconds", "Start of the process of the main rank, since 1970.", "started"),
-    _Gauge("training_last_checkpoint_step", "Step of the newest checkpoint; 0 if there is none.", "saved_step"),
-    _Gauge("training_last_checkpoint_timestamp_seconds", "Time of the newest checkpoint, since 1970.", "saved"),
-    _Gauge("training_checkpoint_interval_steps", "Steps between two checkpoints.", "save_interval"),
-)
-_COUNTERS = (
-    _Gauge("training_steps_total", "Optimizer steps of this process; starts at 0 with each process.", "steps_done"),
-    _Gauge("training_tokens_total", "Tokens of this process.", "tokens_done"),
-    _Gauge("training_skipped_steps_total", "Steps of this process that were skipped: spikes, non-finite.", "skipped"),
-    _Gauge("training_not_finite_steps_total", "Steps skipped because a value was not finite.", "not_finite"),
-    _Gauge("training_failed_saves_total", "Checkpoints of this process that could not be saved.", "failed_saves"),
-)
-
-
-class RunCollector(Collector):
-    """The metrics of one run. A scrape reads the files; if another scrape waits for them, on a disk that does not
-    answer, it gives the values of before, so that scrapes never queue.
-
-    Counters start at 0 with each process of the main rank, and Prometheus takes a fall for such a start; gauges have
-    absolute positions.
+    Args:
+        run: value of the label ``run``, the name of the dump folder.
+        port: None to serve nothing, as on all ranks except the first.
+        report: receives one line about the address.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._is_reading = threading.Lock()
-        self._beat: Beat | None = None
-        self._rows: dict[str, float | None] = {}
-        self._stamp: tuple[int, int, int] | None = None
-        self._restarts, self._since = 0, 0.0
+    def __init__(self, run: str, port: int | None, report: Callable[[str], None]):
+        now = time.time()
+        self._run = run
+        self._phase: Phase = "start"
+        self._info: dict[str, str] = {}
+        # Step and tokens are absent until training begins, because 0 would be a decrease.
+        self._values: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
+        self._values["training_start_timestamp_seconds"] = now
+        self._values["training_last_step_timestamp_seconds"] = now
+        self._row: dict[str, float | None] = {}
+        self._scraped_at = 0.0
+        self._end_is_scraped = threading.Event()
+        self._server = None
+        if port is None:
+            return
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            self._server, _ = start_http_server(port, ADDRESS, registry)
+        except OSError as error:
+            reason = error.strerror or error
+            report(f"metrics.prometheus_port = {port}: {reason}; this run is not exported, set another port")
+        else:
+            report(f"metrics      http://{ADDRESS}:{port}/metrics")
 
-    def restarted(self, number: int) -> None:
-        """The launcher starts the ranks for the n-th time after the first; older heartbeats are not of this start."""
-        self._restarts, self._since = number, time.time()
+    def begins(self, *, step: int, tokens: int, budget: int, save_interval: int | None, info: dict[str, str]) -> None:
+        """Record that training begins, or begins again after a rollback, at this step.
+
+        Args:
+            budget: tokens at which the run ends.
+            save_interval: steps between two checkpoints; None without checkpoints.
+            info: labels of ``training_info``.
+        """
+        self._info = info
+        self._values |= {
+            "training_step": step,
+            "training_tokens": tokens,
+            "training_tokens_budget": budget,
+            "training_last_checkpoint_step": step,
+        }
+        if step:
+            self._values["training_last_checkpoint_timestamp_seconds"] = time.time()
+        if save_interval is not None:
+            self._values["training_checkpoint_interval_steps"] = save_interval
+        self._enter("train")
+
+    def step(self, step: int, tokens: int, *, was_skipped: bool, is_finite: bool, loss: float | None) -> None:
+        """Count a step.
+
+        Args:
+            tokens: tokens since the start of the run.
+            is_finite: True if loss and gradient are finite.
+            loss: mean loss of the step; None to export only the loss in rows.
+        """
+        values = self._values
+        values["training_tokens_total"] += tokens - values.get("training_tokens", 0)
+        values["training_steps_total"] += 1
+        values["training_skipped_steps_total"] += was_skipped
+        values["training_not_finite_steps_total"] += not is_finite
+        values["training_step"] = step
+        values["training_tokens"] = tokens
+        if loss is not None:
+            self._row["loss"] = loss
+        self._enter(self._phase)
+
+    def row(self, row: Mapping[str, float | None]) -> None:
+        """Store the values of a row of metrics; a value that was not finite is None."""
+        self._row |= row
+
+    def saved(self, step: int) -> None:
+        """Record that the checkpoint of a step is complete."""
+        self._values["training_last_checkpoint_step"] = step
+        self._values["training_last_checkpoint_timestamp_seconds"] = time.time()
+
+    def save_failed(self) -> None:
+        """Record that a checkpoint could not be saved."""
+        self._values["training_failed_saves_total"] += 1
+
+    def stops(self) -> None:
+        """Record that no further step follows."""
+        self._enter("stop")
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Set the phase inside this context. If the context ends with an error, the phase remains."""
+        previous = self._phase
+        self._enter(phase)
+        yield
+        self._enter(previous)
+
+    def close(self, *, has_failed: bool) -> None:
+        """Stop serving. A regular end has the phase ``stop``: if Prometheus scrapes the run, wait until it has read
+        this phase, because an endpoint that disappears in another phase raises an alert."""
+        if self._server is None:
+            return
+        if not has_failed:
+            self._enter("stop")
+            if time.time() - self._scraped_at < _LAST_SCRAPE_SECONDS:
+                self._end_is_scraped.wait(_LAST_SCRAPE_SECONDS)
+        self._server.shutdown()
+        self._server.server_close()
+        self._server = None
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        if phase != "stop":  # the last save follows the end of the steps
+            self._end_is_scraped.clear()
+        self._values["training_last_step_timestamp_seconds"] = time.time()
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector.collect`."""
-        if self._is_reading.acquire(blocking=False):
-            try:
-                self._read()
-            finally:
-                self._is_reading.release()
-        yield CounterMetricFamily(
-            "training_restarts_total", "Starts of the ranks by this launcher after the first.", value=self._restarts
-        )
-        beat = self._beat
-        if self._since and (beat is None or beat.started < self._since):
-            beat = Beat(started=self._since, moved=self._since)
-        if beat is None:
-            return
-        yield from _of_heartbeat(beat)
-        columns = dict(self._rows)
-        if beat.loss is not None:
-            columns["loss"] = beat.loss
-        yield from _of_rows(columns)
+        self._scraped_at = time.time()
+        phase = self._phase
+        values = dict(self._values)
+        for name, meaning in _COUNTERS.items():
+            counter = CounterMetricFamily(name, meaning, labels=["run"])
+            counter.add_metric([self._run], values[name])
+            yield counter
+        for name, meaning in _GAUGES.items():
+            if name in values:
+                yield self._gauge(name, meaning, [({}, values[name])])
+        is_phase = [({"phase": name}, float(name == phase)) for name in get_args(Phase)]
+        yield self._gauge("training_phase", "1 for the phase of the first rank, else 0.", is_phase)
+        if self._info:
+            yield self._gauge("training_info", "1; the labels say which run this is.", [(self._info, 1.0)])
+        yield from self._row_gauges(dict(self._row))
+        if phase == "stop":
+            self._end_is_scraped.set()
 
-    def _read(self) -> None:
-        self._beat = read_heartbeat(self._folder) or self._beat
-        path = self._folder / ROWS_FILE
-        try:
-            status = path.stat()
-            stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if stamp == self._stamp:
-                return
-            # A resume writes the file again: values of rows that it removes must not stay.
-            kept = dict(self._rows) if self._stamp and stamp[0] == self._stamp[0] else {}
-            for rows in reversed(rows_by_kind(read_history(path, _TAIL_BYTES))):
-                for row in rows:
-                    kept |= row
-            self._rows, self._stamp = kept, stamp
-        except OSError:  # not there yet
-            return
+    def _gauge(self, name: str, meaning: str, samples: list[tuple[dict[str, str], float]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, meaning)
+        for labels, value in samples:
+            family.add_sample(name, {"run": self._run} | labels, value)
+        return family
 
-
-def _of_heartbeat(beat: Beat) -> Iterator[Metric]:
-    for gauge in _GAUGES:
-        if (value := getattr(beat, gauge.value)) is not None:
-            yield GaugeMetricFamily(gauge.name, gauge.help, value=value)
-    for counter in _COUNTERS:
-        yield CounterMetricFamily(counter.name, counter.help, value=getattr(beat, counter.value))
-    phases = GaugeMetricFamily("training_phase", "1 for the phase of the main rank, else 0.", labels=["phase"])
-    for name in get_args(Phase):
-        phases.add_metric([name], float(name == beat.phase))
-    yield phases
-    info = GaugeMetricFamily("training_info", "1; the labels say which run this is.", labels=sorted(beat.info))
-    info.add_metric([beat.info[name] for name in sorted(beat.info)], 1.0)
-    yield info
-
-
-def _of_rows(columns: Mapping[str, float | None]) -> Iterator[Metric]:
-    families: dict[str, GaugeMetricFamily] = {}
-    for column, value in columns.items():
-        name, part = split_column(column)
-        try:
+    def _row_gauges(self, columns: Mapping[str, float | None]) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for column, value in columns.items():
+            name, part = split_column(column)
+            if name in _SET_BY_LOOP:
+                continue
             metric = find_metric(column)
-        except KeyError:  # such as kind; or of another release
-            continue
-        if name in _OF_HEARTBEAT:
-            continue
-        label = "ranks" if metric.per == SPREAD else (metric.per or "network").partition("@")[0]
-        exported = exported_name(name)
-        unit, factor = _BASE_UNITS.get(metric.unit, (metric.unit, 1.0))
-        if exported not in families:
-            families[exported] = GaugeMetricFamily(exported, f"{metric.meaning} [{unit}]", labels=[label])
-        family = families[exported]
-        if len(family.samples) < _MOST_PARTS:
-            # A value that was not finite is null in a row: the last finite one would hide it.
-            scaled = float("nan") if value is None else value * factor
-            family.add_sample(exported, {label: part} if part else {}, scaled)
-    yield from families.values()
+            exported = exported_name(name)
+            unit, factor = _BASE_UNITS.get(metric.unit, (metric.unit, 1.0))
+            family = families.setdefault(exported, self._gauge(exported, f"{metric.meaning} [{unit}]", []))
+            if len(family.samples) == _MAX_PARTS:
+                continue
+            labels = {"run": self._run}
+            if part:
+                label = "ranks" if metric.per == SPREAD else (metric.per or "network").partition("@")[0]
+                labels[label] = part
+            # A value that was not finite is None in a row. Export NaN: the last finite value would hide it.
+            family.add_sample(exported, labels, float("nan") if value is None else value * factor)
+        yield from families.values()
 
 
 def exported_names() -> frozenset[str]:
-    """All names that a run can export."""
-    of_rows = (exported_name(metric.name) for metric in METRICS if metric.name not in _OF_HEARTBEAT)
-    of_beats = (entry.name for entry in (*_GAUGES, *_COUNTERS))
-    return frozenset({*of_rows, *of_beats, "training_phase", "training_info", "training_restarts_total"})
+    """Return all names that a run can export."""
+    columns = (exported_name(metric.name) for metric in METRICS if metric.name not in _SET_BY_LOOP)
+    return frozenset({*columns, *_GAUGES, *_COUNTERS, "training_phase", "training_info"})

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per row, complete lines only, each step once."""
+"""File metrics.jsonl: one JSON object per row, complete lines only, each step once."""
 
 import errno
 import json
@@ -18,47 +18,31 @@ def is_deleted(descriptor: int) -> bool:
     """True if the open file or folder was removed. A missing name alone may mean a disk that is not mounted.
 
     Raises:
-        OSError: the disk does not say.
+        OSError: the disk does not answer.
     """
     return os.fstat(descriptor).st_nlink == 0
 
 
-def _is_away(descriptor: int, path: Path, parent: os.stat_result) -> bool:
-    """True if the open file or folder of a path was deleted, or renamed within the folder that was its parent."""
-    if is_deleted(descriptor):
-        return True
-    try:
-        return not path.exists() and os.path.samestat(path.parent.stat(), parent)
-    except FileNotFoundError:  # with its parent
-        return False
-
-
 class WatchedFolder:
-    """A folder of which it is known when it was deleted, or renamed within its parent. The descriptor stays open."""
+    """A folder whose deletion, or renaming within its parent, is detected. Keeps a descriptor open."""
 
     def __init__(self, path: Path):
-        self._path, self._parent = path, path.parent.stat()
+        self._path = path
+        self._parent = path.parent.stat()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def is_away(self) -> bool:
-        """True if it was deleted or renamed. A missing name alone may mean a disk that is not mounted.
+        """True if the folder was deleted or renamed. A missing name alone may mean a disk that is not mounted.
 
         Raises:
-            OSError: the disk does not say.
+            OSError: the disk does not answer.
         """
-        return _is_away(self._descriptor, self._path, self._parent)
-
-    def is_another(self) -> bool:
-        """True if the path now leads to another folder than the watched one."""
-        return self._path.exists() and not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
-
-    def make_again(self) -> None:
-        """Make the folder, and watch this one."""
-        self._path.mkdir(parents=True, exist_ok=True)
-        again = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-        os.dup2(again, self._descriptor, inheritable=False)
-        os.close(again)
-        self._parent = self._path.parent.stat()
+        if is_deleted(self._descriptor):
+            return True
+        try:
+            return not self._path.exists() and os.path.samestat(self._path.parent.stat(), self._parent)
+        except FileNotFoundError:  # the parent is missing too
+            return False
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -66,48 +50,34 @@ class WatchedFolder:
 
 
 class LineFile:
-    """File that appends complete lines, unbuffered. A line that a full disk takes only in part is truncated again.
+    """File that appends complete lines, unbuffered. A line that a full disk stores only in part is removed.
 
-    Lines that the disk refuses are kept, up to the newest `_MOST_WAITING` calls, and written by the next call that
-    succeeds. After a failure the file is opened again, because a descriptor stays broken when its disk returns. A file
-    that was deleted, or renamed within its folder, is created again; one that is missing for another reason is not,
-    because the folder of a disk that is not mounted would take it.
+    Lines that the disk rejects are kept, up to the newest `_MOST_WAITING` calls, and written by the next call that
+    succeeds. After a failure the file is opened again, because a descriptor stays broken when its disk returns. A
+    missing file is not created: it would be written into the mount point of a disk that is not mounted.
 
     Every method raises OSError if the system call fails; later calls may succeed.
     """
 
     def __init__(self, path: Path):
-        self._path, self._file = path, path.open("ab", buffering=0)
-        self.folder_is_new()
+        self._path = path
+        self._file = path.open("ab", buffering=0)
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     @property
     def closed(self) -> bool:
         return self._file.closed
 
-    def folder_is_new(self) -> None:
-        """The folder that is there now is that of the file: a file that it lacks is created by the next write."""
-        self._folder = self._path.parent.stat()
-
-    def write(self, lines: str) -> bool:
-        """Append text that consists of complete lines.
-
-        Returns:
-            Whether the file was created again.
-        """
+    def write(self, lines: str) -> None:
+        """Append text that consists of complete lines. Raises FileNotFoundError if the file was deleted."""
         is_doubtful = bool(self._waiting)
         self._waiting.append(lines)
-        is_away = not is_doubtful and _is_away(self._file.fileno(), self._path, self._folder)
-        if is_away:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self.folder_is_new()
-        if is_doubtful or is_away:
-            again = os.open(self._path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if is_away else 0), 0o644)
-            os.dup2(again, self._file.fileno(), inheritable=False)
-            os.close(again)
+        if is_doubtful or is_deleted(self._file.fileno()):
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(descriptor, self._file.fileno(), inheritable=False)
+            os.close(descriptor)
         self._append("".join(self._waiting).encode())
         self._waiting.clear()
-        return is_away
 
     def _append(self, content: bytes) -> None:
         end = os.fstat(self._file.fileno()).st_size
@@ -143,13 +113,9 @@ class History:
             _cut(path, resumed_step)
         self._file = LineFile(path)
 
-    def folder_is_new(self) -> None:
-        """See `LineFile.folder_is_new`."""
-        self._file.folder_is_new()
-
-    def write(self, row: Mapping[str, object]) -> bool:
+    def write(self, row: Mapping[str, object]) -> None:
         """Append a row; see `LineFile.write`. Other processes can read it immediately."""
-        return self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Sync and close the file."""
@@ -157,7 +123,7 @@ class History:
 
 
 def read_history(path: Path, last_bytes: int | None = None) -> list[dict]:
-    """All valid rows, or those of the last bytes of the file. Lines that are truncated or corrupt are skipped."""
+    """Read all valid rows, or the rows in the last bytes of the file. Truncated and corrupt lines are skipped."""
     with path.open("rb") as file:
         if last_bytes is not None:
             file.seek(max(0, path.stat().st_size - last_bytes))
@@ -174,11 +140,11 @@ def read_history(path: Path, last_bytes: int | None = None) -> list[dict]:
 
 
 def rows_by_kind(rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """The training rows and the validation rows."""
+    """Return the training rows and the validation rows."""
     # Rows of older releases have no kind.
     kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]
     train, validation = (
-        [row for row, of in zip(rows, kinds, strict=True) if of == kind] for kind in ("train", "validation")
+        [row for row, row_kind in zip(rows, kinds, strict=True) if row_kind == kind] for kind in ("train", "validation")
     )
     return train, validation
 

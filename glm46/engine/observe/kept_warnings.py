@@ -1,13 +1,15 @@
-"""Warnings of glm46's modules, printed and kept for log.txt, which is opened after the weights are read."""
+"""Warnings of glm46's modules, printed and stored for log.txt, which is opened after the weights are read."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from glm46.config.printable import printable
+
 
 class KeptWarnings(logging.Handler):
-    """Prints each warning to standard error, and keeps it until there is something to write it to."""
+    """Handler that prints each warning to standard error, and stores it until log.txt is open."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -15,13 +17,13 @@ class KeptWarnings(logging.Handler):
         self._write: Callable[[str], None] = self._kept.append
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning, and write or keep it."""
-        print(record.getMessage(), file=sys.stderr, flush=True)
+        """Print a warning, and write or store it."""
+        print(printable(record.getMessage()), file=sys.stderr, flush=True)
         self._write(record.getMessage())
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the warnings of all modules inside the context."""
+        """Handle the warnings of all modules inside the context."""
         logger = logging.getLogger("glm46")
         logger.addHandler(self)
         try:
@@ -31,7 +33,7 @@ class KeptWarnings(logging.Handler):
 
     @contextmanager
     def written(self, write: Callable[[str], None]) -> Iterator[None]:
-        """Write what was kept, and each warning inside the context."""
+        """Write the stored warnings, and each warning inside the context."""
         for text in self._kept:
             write(text)
         self._kept.clear()

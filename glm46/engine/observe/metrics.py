@@ -17,15 +17,15 @@ class Metric:
     group: Group
     meaning: str
     per: str | None = None
-    """Name of the part in further columns ``name/<part>``, such as depth or source."""
+    """Kind of part in further columns ``name/<part>``, such as depth or source."""
     training: str | None = None
-    """For a validation metric: the training metric in the same chart of TensorBoard."""
+    """Training metric in the same chart of TensorBoard, for a validation metric."""
 
 
 SPREAD = "min, mean or max over all ranks"
 """`Metric.per` of a metric that each rank measures."""
 _GROUPS = "group@reach"
-"""Axis of the mesh, and ``node`` if its groups lie within a node, else ``nodes``."""
+"""Axis of the mesh, and ``node`` if its groups are within a node, else ``nodes``."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "progress", "Optimizer steps done since the start of the run."),
@@ -34,7 +34,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("curriculum_tokens", "tokens", "progress", "Tokens since the curriculum began, earlier phases included."),
     Metric("batch_tokens", "tokens", "progress", "Tokens of the last optimizer step, over all ranks."),
     Metric(
-        "loss", "nats/token", "loss",
+        "loss",
+        "nats/token",
+        "loss",
         "Mean cross-entropy of the next token over the last step's labels; with [rl] the loss of policy or critic; of "
         "pairs, the mean of their loss, with the cross-entropy that is added to it.",
     ),
@@ -42,24 +44,31 @@ METRICS: tuple[Metric, ...] = (
     Metric("perplexity", "1", "loss", "exp(loss)."),
     Metric("mtp_loss", "nats/token", "loss", "Mean cross-entropy of the multi-token prediction layers.", "depth"),
     Metric(
-        "mtp_acceptance", "ratio", "loss",
-        "Positions where a prediction layer's most likely token is the main model's for the same place.", "depth",
+        "mtp_acceptance",
+        "ratio",
+        "loss",
+        "Positions where a prediction layer's most likely token is the main model's for the same place.",
+        "depth",
     ),
     Metric("rewards/margins", "nats", "loss", "Mean reward of chosen completions less that of rejected ones."),
     Metric("rewards/accuracies", "ratio", "loss", "Pairs with a margin above 0; one of exactly 0 counts half."),
     Metric(
-        "rewards/chosen", "nats", "loss",
+        "rewards/chosen",
+        "nats",
+        "loss",
         "beta times the log-ratio of policy and reference; mean of chosen or desirable completions. Without a "
         "reference beta times the log-probability per token.",
     ),
     Metric("rewards/rejected", "nats", "loss", "The same of rejected or undesirable completions."),
     Metric(
-        "logps/chosen", "nats", "loss",
+        "logps/chosen",
+        "nats",
+        "loss",
         "Log-probability of the policy; mean of chosen completions. Without a reference per token.",
     ),
     Metric("logps/rejected", "nats", "loss", "The same of rejected completions."),
     Metric("nll_loss", "nats/token", "loss", "Mean cross-entropy of chosen completions, or of a student's targets."),
-    Metric("kl", "nats", "loss", "KTO's estimate of the divergence from the reference; a student's from its teacher."),
+    Metric("kl", "nats", "loss", "KTO's estimate of the divergence from the reference."),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
     Metric("explained_variance", "ratio", "loss", "1 - variance of return - value over variance of the return."),
@@ -85,10 +94,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("truncated_ratio", "ratio", "reward", "Completions that were cut at the longest length."),
     Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal, of those with two or more."),
     Metric("generated_samples", "samples", "reward", "Samples generated for the rollout."),
-    Metric("dropped_samples", "samples", "reward", "Samples left out because a reward failed."),
-    Metric("dropped_groups", "", "reward", "Groups left out: dropped samples leave fewer than a baseline needs."),
+    Metric("dropped_samples", "samples", "reward", "Samples dropped because a reward failed."),
+    Metric("dropped_groups", "", "reward", "Groups dropped because too few samples remained for a baseline."),
     Metric(
-        "draft_acceptance_ratio", "ratio", "reward",
+        "draft_acceptance_ratio",
+        "ratio",
+        "reward",
         "Drafted tokens of the rollout that were kept, with rollout.speculative (spec_accept_rate of SGLang).",
     ),
     Metric("staleness", "steps", "policy", "Age of the weights that made a token, mean over the rollout at its begin."),
@@ -128,8 +139,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory_peak_ratio", "ratio", "hardware", "memory_reserved_gib over the GPU's memory.", SPREAD),
     Metric("resident_memory_gib", "GiB", "hardware", "Main memory of a process.", SPREAD),
     Metric(
-        "gpu_utilization_ratio", "ratio", "hardware",
-        "Time with a kernel on a GPU, in the last second at most; not how busy its cores were.", SPREAD,
+        "gpu_utilization_ratio",
+        "ratio",
+        "hardware",
+        "Time with a kernel on a GPU, in the last second at most; not how busy its cores were.",
+        SPREAD,
     ),
     Metric("gpu_temperature_celsius", "degrees C", "hardware", "Temperature of a GPU.", SPREAD),
     Metric("gpu_power_watts", "W", "hardware", "Power drawn by a GPU.", SPREAD),
@@ -142,53 +156,62 @@ METRICS: tuple[Metric, ...] = (
     Metric("expert_overflow_ratio", "ratio", "experts", "expert_overflow_count over all assignments."),
     Metric("dead_experts", "experts", "experts", "Experts without tokens, over all layers."),
     Metric("expert_bias_max", "1", "experts", "Largest absolute selection bias."),
-    Metric(
-        "validation_loss", "nats/token", "validation", "loss on held-out documents.", "source", "loss"
-    ),
-    Metric("validation_kl", "nats/token", "validation", "kl of a student from its teacher on held-out documents."),
+    Metric("validation_loss", "nats/token", "validation", "loss on held-out documents.", "source", "loss"),
     Metric("validation_bits_per_byte", "bit/byte", "validation", "The same per byte of UTF-8 text.", "source"),
     Metric(
-        "validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents.", None,
+        "validation_mtp_acceptance",
+        "ratio",
+        "validation",
+        "mtp_acceptance on held-out documents.",
+        None,
         "mtp_acceptance",
     ),
     Metric(
-        "validation_position", "nats/token", "validation", "Mean cross-entropy at these positions of long documents.",
-        "positions",
-    ),
-    Metric("validation_needle", "ratio", "validation", "Answers that repeat a sentence of the text exactly.", "length"),
-    Metric("validation_needle_loss", "nats/token", "validation", "Mean cross-entropy of these answers.", "length"),
-    Metric("validation_task", "1", "validation", "A metric of a standard task, as lm-eval defines it.", "task/metric"),
-    Metric(
-        "validation_rewards/margins", "nats", "validation", "rewards/margins of held-out pairs.", "source",
+        "validation_rewards/margins",
+        "nats",
+        "validation",
+        "rewards/margins of held-out pairs.",
+        "source",
         "rewards/margins",
     ),
     Metric(
-        "validation_rewards/accuracies", "ratio", "validation", "rewards/accuracies of held-out pairs.", "source",
+        "validation_rewards/accuracies",
+        "ratio",
+        "validation",
+        "rewards/accuracies of held-out pairs.",
+        "source",
         "rewards/accuracies",
     ),
     Metric("validation_reward", "1", "validation", "Mean reward of the answers to held-out prompts.", "set", "reward"),
+    Metric(
+        "validation_dropped",
+        "samples",
+        "validation",
+        "Samples whose episode or reward failed. They are not in validation_reward, and pass nothing.",
+        "set",
+    ),
     Metric("validation_pass", "ratio", "validation", "Prompts that one of k answers solves, unbiased.", "set@k"),
     Metric("validation_tokens", "tokens", "validation", "Mean length of these answers.", "set", "completion_tokens"),
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
-)  # fmt: skip
+)
 
 
 class Shown(NamedTuple):
     """A metric that people watch: a part of each line of the console and the log, and a chart of `plot` and of the
-    dashboards. A row shows those that it has, in this order."""
+    dashboards. A line shows the metrics of its row that fit, see `MOST_IMPORTANT`, in the order of `SHOWN`."""
 
     column: str
     text: str = ""
-    """Of the value on a line, in a width that aligns lines; empty for a chart only."""
+    """Format of the value on a line, with a width that aligns lines; empty for a chart only."""
     title: str = ""
-    """Of the chart; empty for a line only."""
+    """Title of the chart; empty for a line only."""
     validation: str | None = None
     """Column of validation rows in the same chart and on their lines."""
     mean: str | None = None
-    """Column of the mean since the previous row: the chart's thick line."""
+    """Column of the mean since the previous row, the thick line of the chart."""
     starts_at_zero: bool = False
     unit: str | None = None
-    """Of the chart; None: that of the metric."""
+    """Unit of the chart; None for the unit of the metric."""
 
 
 SHOWN: tuple[Shown, ...] = (
@@ -196,11 +219,11 @@ SHOWN: tuple[Shown, ...] = (
     Shown("validation_pass", "pass {:5.1%}", "Pass@k", "validation_pass"),
     Shown("rewards/accuracies", "accuracy {:6.1%}", "Accuracy of preferences", "validation_rewards/accuracies"),
     Shown("rewards/margins", "margin {:7.3f}", "Margin of preferences", "validation_rewards/margins"),
-    Shown("loss", "loss {:8.4f}", "Loss", "validation_loss", mean="loss_mean"),
+    Shown("loss", "loss {:7.4f}", "Loss", "validation_loss", mean="loss_mean"),
     Shown("kl", "kl {:8.4f}", validation="validation_kl"),
     Shown("grad_norm", "grad {:7.3f}", "Gradient norm"),
     Shown("lr", "lr {:.2e}", "Learning rate", starts_at_zero=True),
-    Shown("tokens_per_second", "{:9,.0f} tokens/s", "Tokens per second", starts_at_zero=True),
+    Shown("tokens_per_second", "{:9,.0f} tok/s", "Tokens per second", starts_at_zero=True),
     Shown("completion_tokens", "length {:6.1f}", "Length of completions", "validation_tokens", starts_at_zero=True),
     Shown("entropy", "entropy {:6.3f}", "Entropy", starts_at_zero=True),
     Shown("reference_kl", "kl {:7.1e}", "KL from the reference"),
@@ -209,12 +232,35 @@ SHOWN: tuple[Shown, ...] = (
     Shown("mfu", "mfu {:5.1%}", "MFU", starts_at_zero=True),
     Shown("mtp_loss", "mtp {:7.4f}", "Loss of prediction layers"),
     Shown("expert_balance_cv", "balance {:5.2f}", "Deviation of tokens per expert", starts_at_zero=True),
+    Shown("memory_peak_gib/max", "GiB {:5.1f}"),
 )
 
+MOST_IMPORTANT = (
+    "reward",
+    "validation_pass",
+    "rewards/accuracies",
+    "rewards/margins",
+    "entropy",
+    "loss",
+    "kl",
+    "grad_norm",
+    "completion_tokens",
+    "reference_kl",
+    "draft_acceptance_ratio",
+    "tokens_per_second",
+    "lr",
+    "mfu",
+    "memory_peak_gib/max",
+    "mtp_loss",
+    "mismatch_kl",
+    "expert_balance_cv",
+)
+"""Columns of `SHOWN`, the most important first. A line contains as many of them as it has room for."""
+
 OPTIMISED = (("reward",), ("rewards/margins", "rewards/accuracies"), ("entropy",), ("loss",))
-"""Columns of what a run optimises: the first ones that its rows have. Labels as answers (rl.warm_up_rollouts) have no
-reward."""
-_OWN_NAMES = {
+"""Columns of the quantity that a run optimises: the first group that its rows have. Rollouts with labels as answers
+(rl.warm_up_rollouts) have no reward."""
+_EXPORTED_NAMES = {
     "lr": "training_learning_rate",
     "mfu": "training_mfu_ratio",
     "mtp_acceptance": "training_mtp_acceptance_ratio",
@@ -231,14 +277,15 @@ _OWN_NAMES = {
     "expert_overflow_count": "expert_overflow_assignments",
     "validation_bits_per_byte": "training_validation_bpb",
 }
-"""Names that are not ``training_`` and the column: Prometheus has base units, the guide has names of its own."""
+"""Exported names that are not ``training_`` plus the column. Sizes and rates have Prometheus's base units; a name such
+as ``nccl_bandwidth_gbps`` is fixed by the requirements of glm46."""
 _OF_NETWORKS = ("loss", "policy", "optimizer", "experts")
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def find_metric(column: str) -> Metric:
-    """The metric of a column of metrics.jsonl. A column ``name/part`` needs a metric with ``per``, or one that each
-    network of a job has: there the part is the name of a network other than the main one.
+    """Return the metric of a column of metrics.jsonl. A column ``name/part`` needs a metric with ``per``, or one that
+    each network of a job has: then the part is the name of a network other than the main one.
 
     Raises:
         KeyError: no such metric, which is a bug in glm46.
@@ -251,21 +298,22 @@ def find_metric(column: str) -> Metric:
 
 
 def split_column(column: str) -> tuple[str, str]:
-    """The name of a column's metric, and its part, which may be empty. Names of TRL have a slash of their own."""
+    """Return the name of a column's metric, and its part, which may be empty. Names from TRL contain a slash."""
     name, _, part = column.partition("/")
     second, _, rest = part.partition("/")
     return (f"{name}/{second}", rest) if f"{name}/{second}" in _BY_NAME else (name, part)
 
 
 def exported_name(column: str) -> str:
-    """Prometheus' name of a column of metrics.jsonl, without its part."""
-    if column in _OWN_NAMES:
-        return _OWN_NAMES[column]
+    """Return the Prometheus name of a column of metrics.jsonl, without its part."""
+    if column in _EXPORTED_NAMES:
+        return _EXPORTED_NAMES[column]
     return column if column.startswith("expert_") else f"training_{column.replace('/', '_')}"
 
 
 def plain_row(row: Mapping[str, int | float]) -> dict[str, int | float | None]:
-    """Convert a row to JSON values: all columns are known, all values plain numbers, non-finite ones None."""
+    """Convert a row to JSON values: check that all columns exist and all values are plain numbers; non-finite values
+    become None."""
     plain: dict[str, int | float | None] = {}
     for column, value in row.items():
         find_metric(column)

@@ -1,7 +1,7 @@
-"""The one table of hardware peaks.
+"""Table of hardware peaks.
 
-Values are the vendors' numbers for dense BF16 products with FP32 accumulation (no structured sparsity), for the memory
-and for the links between the GPUs of a node. Sources: NVIDIA data sheets of each product; consumer cards: the
+Values are vendor numbers for dense BF16 products with FP32 accumulation (no structured sparsity), for the memory and
+for the links between the GPUs of a node. Sources: NVIDIA data sheets of each product; consumer cards: the
 architecture white papers' tensor figures with FP32 accumulation.
 """
 
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 _GIB = 1024**3
 _FP8_CAPABILITY = 8.9
-"""Least compute capability with products in FP8, which are twice as fast as in BF16 on all GPUs of the table."""
+"""Lowest compute capability with products in FP8, which are twice as fast as in BF16 on all GPUs of the table."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,17 @@ class Accelerator:
     """Dense BF16 FLOP/s."""
     memory_bytes: int
     compute_capability: float
-    """Of CUDA: products in FP8 need 8.9, those of routed experts 9.0 or 10.x (`torch._scaled_grouped_mm`)."""
+    """CUDA compute capability: FP8 products need 8.9, FP8 routed experts 9.0 or 10.x (`torch._scaled_grouped_mm`)."""
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
-    """Bytes per second that a GPU sends to the others of its node, in one direction: NVLink, or PCIe where there is
-    none."""
+    """Bytes per second that a GPU sends to the others of its node, in one direction, over NVLink or else PCIe."""
     host_gpus: int = 8
     """GPUs of a host."""
     link_domain: int = 1
     """GPUs that NVLink connects over several hosts; 1 if it ends at the host."""
     watts: float = 0.0
-    """Rated power of the GPU; 0 if it is not in the table."""
+    """Rated power of the GPU; 0 for a GPU that is not in the table."""
 
     @property
     def fp8_flops(self) -> float:
@@ -81,7 +80,7 @@ _EXAMPLE = "MI300X:bf16=1307,memory=191,bandwidth=5300,link=448"
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """The entry for a name from the driver, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    """Return the entry for a name from the driver, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = name.replace("-", " ").lower().split()
     for accelerator in ACCELERATORS:
         if all(word in words for word in accelerator.name.lower().split()):
@@ -90,19 +89,20 @@ def find_accelerator(name: str) -> Accelerator | None:
 
 
 def accelerator_of(text: str) -> Accelerator:
-    """The accelerator that a user names, or describes as ``NAME:bf16=TFLOP/s,memory=GiB,bandwidth=GB/s,link=GB/s``.
+    """Return the accelerator that a user names, or describes as
+    ``NAME:bf16=TFLOP/s,memory=GiB,bandwidth=GB/s,link=GB/s``.
 
-    ``capability`` is optional; a GPU described without it is planned without FP8 products. The hosts of a described
-    GPU are those of the GPU of the table whose name its own begins with.
+    ``capability`` is optional; a GPU described without it is planned without FP8 products. A
+    described GPU gets hosts and rated power from the GPU of the table whose name is a prefix of its own.
 
     Raises:
-        ValueError: the name is unknown, or the description is wrong; says what is allowed.
+        ValueError: the name is unknown, or the description is wrong; the message lists allowed values.
     """
     name, described, rest = text.partition(":")
     if described:
         return _described(name.strip(), rest)
-    if (known := find_accelerator(text)) is not None:
-        return known
+    if (match := find_accelerator(text)) is not None:
+        return match
     names = [accelerator.name for accelerator in ACCELERATORS]
     folded = {name.lower(): name for name in names}
     nearest = [folded[match] for match in get_close_matches(text.lower(), folded, 3, cutoff=0.5)]
@@ -128,5 +128,7 @@ def _described(name: str, text: str) -> Accelerator:
         what = f"lacks {', '.join(sorted(missing))}" if missing else "has no name"
         raise ValueError(f"the description of the GPU {what}: {_EXAMPLE}")
     numbers = values["bf16"], int(values["memory"]), values["capability"], values["bandwidth"], values["link"]
-    known = next((each for each in ACCELERATORS if name.lower().startswith(each.name.lower())), None)
-    return Accelerator(name, *numbers, *((known.host_gpus, known.link_domain) if known else ()))
+    match = next((row for row in ACCELERATORS if name.lower().startswith(row.name.lower())), None)
+    if match is None:
+        return Accelerator(name, *numbers)
+    return Accelerator(name, *numbers, match.host_gpus, match.link_domain, match.watts)

@@ -1,4 +1,4 @@
-"""Pictures of the metrics of runs."""
+"""Charts of the metrics of runs."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _NAN = float("nan")
 
 
 class Run(NamedTuple):
-    """The rows of one run."""
+    """Rows of one run."""
 
     name: str
     train: list[dict]
@@ -26,17 +26,22 @@ class Run(NamedTuple):
 
 
 def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Sequence[Shown] = SHOWN) -> None:
-    """Draw the charts for which some run has values, and write the PNG completely or not at all.
+    """Draw the charts for which some run has values, and write the PNG atomically.
 
     Args:
-        x_axis: unit of the horizontal axis, and its column.
+        x_axis: unit and column of the horizontal axis.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    known = {split_column(column)[0] for run in runs for row in (*run.train, *run.validation) for column in row}
-    panels = [one for one in charts if one.title and known.intersection((one.column, one.mean, one.validation))]
-    panel_rows, legend_rows = -(-len(panels) // 2), -(-len(runs) // 3)
+    available = {split_column(column)[0] for run in runs for row in (*run.train, *run.validation) for column in row}
+    panels = [
+        chart
+        for chart in charts
+        if chart.title and available.intersection((chart.column, chart.mean, chart.validation))
+    ]
+    panel_rows = -(-len(panels) // 2)
+    legend_rows = -(-len(runs) // 3)
     figure = Figure(figsize=(13, 4 * panel_rows + 0.3 * legend_rows), dpi=120, layout="constrained")
     grid = figure.subplots(panel_rows, 2, squeeze=False).flatten()
     colours = [f"C{number % 10}" for number in range(len(runs))]
@@ -50,43 +55,46 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Seq
     entries = [Line2D([], [], color=colour, linewidth=2, label=name) for name, colour in names]
     if any(run.validation for run in runs):
         entries.append(Line2D([], [], color="0.3", linestyle="", marker="o", label="validation"))
-    if "loss_mean" in known:
+    if "loss_mean" in available:
+        entries.append(Line2D([], [], color="0.3", linewidth=1.8, label="mean loss since the previous row"))
         entries.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.5, label="loss of one step"))
     figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5), frameon=False)
     save_picture(figure, output)
 
 
 def save_picture(figure: "Figure", output: Path) -> None:
-    """Write a picture in the format of its ending, completely or not at all."""
+    """Write a picture atomically, in the format of its file extension."""
     picture = BytesIO()
     figure.savefig(picture, format=output.suffix[1:])
     replace_durably(output, [picture.getvalue()])
 
 
 def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None:
-    steps, columns = _values(run.train, (x,)), (panel.mean or panel.column, panel.column)
+    steps = _values(run.train, (x,))
+    columns = (panel.mean or panel.column, panel.column)
     if panel.mean is not None:
         axes.plot(steps, _values(run.train, columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
     # A line of one point is invisible.
     marker = "." if len(steps) == 1 else None
     axes.plot(steps, _values(run.train, columns), color=colour, linewidth=1.8, marker=marker)
     for column, shape in zip(_of_validation(panel, run), itertools.cycle("os^Dv")):
-        xs, ys = _values(run.validation, (x,)), _values(run.validation, (column,))
+        xs = _values(run.validation, (x,))
+        ys = _values(run.validation, (column,))
         axes.plot(xs, ys, shape, color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
         if part := split_column(column)[1]:
             axes.annotate(part, (xs[-1], ys[-1]), fontsize=7)
 
 
 def _of_validation(panel: Shown, run: Run) -> list[str]:
-    """Columns of a chart's points: the figure over all sources, or those of sets that have no such figure."""
-    known = {column for row in run.validation for column in row}
-    if panel.validation is not None and panel.validation in known:
+    """Return the columns for the points of a chart: the value over all sources, or the values per set without it."""
+    available = {column for row in run.validation for column in row}
+    if panel.validation is not None and panel.validation in available:
         return [panel.validation]
-    return sorted(column for column in known if split_column(column)[0] == panel.validation)
+    return sorted(column for column in available if split_column(column)[0] == panel.validation)
 
 
 def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
-    """Per row, the value of the first column that it has; NaN, a gap, if there is none or it is not finite."""
+    """Return for each row the value of its first available column; NaN (a gap) if it is missing or not finite."""
     values = [next((row[column] for column in columns if column in row), None) for row in rows]
     return [value if isinstance(value, int | float) else _NAN for value in values]
 

@@ -1,6 +1,6 @@
-"""Profiles of chosen steps on chosen ranks: a trace, the time and FLOPs by kind of module, memory snapshots.
+"""Profiles of selected steps on selected ranks: a trace, the FLOPs by kind of module, memory snapshots.
 
-Training never depends on them: if the disk fails, one message says so and training continues.
+Training never depends on profiles: if the disk fails, one message reports it and training continues.
 """
 
 import contextlib
@@ -8,32 +8,31 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from glm46 import compat
 from glm46.config.errors import UserError
 from glm46.config.profiling import ProfilingConfig, snapshot_fault
-from glm46.engine.observe.module_times import format_table, module_ranges, table_rows, time_by_kind
+from glm46.engine.observe.module_flops import flops_rows, format_flops
 
 REQUEST_FILE = "profile"
-"""File in the dump folder that requests a profile of the next steps; it is removed when it is seen."""
+"""File in the dump folder that requests a profile of the next steps; it is removed on detection."""
 _POLL_SECONDS = 1.0
 
 
 class _Request:
-    """Watches for `REQUEST_FILE` in a thread: storage that does not answer holds up no step."""
+    """Watcher for `REQUEST_FILE` in a thread: storage that does not answer delays no step."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._is_seen, self._is_over = threading.Event(), threading.Event()
+        self._is_seen = threading.Event()
+        self._is_over = threading.Event()
         threading.Thread(target=self._run, name="profile request", daemon=True).start()
 
     def _run(self) -> None:
@@ -54,23 +53,25 @@ class _Request:
         self._is_over.set()
 
 
+WARMUP_STEPS = 3
+"""Steps before a recorded step in which the profiler already runs and discards its records, because its first steps are
+slow."""
+
+
 @dataclass(frozen=True)
 class Profiled:
     """Facts about the run on this rank that a profiler needs."""
 
     rank: int
     device: torch.device
-    models: Sequence[tuple[str, nn.Module]]
-    """Models with the prefix of their ranges; `module_ranges`."""
-    is_compiled: bool
     flops: Callable[[float, float], dict[str, float]]
-    """FLOPs of a step on this rank by kind of module, from the tokens and pairs of the whole step; `batch_flops`."""
+    """FLOPs of a step on this rank by kind of module, from the tokens and pairs over all ranks; see `batch_flops`."""
     wait_for_all: Callable[[], object]
     """Wait until all ranks have called it."""
 
 
 class Profiler:
-    """Records the steps that [profiling] chooses, and those after a request. On other ranks nothing is recorded.
+    """Recorder of the steps that [profiling] selects, and of steps after a request, on rank 0.
 
     Args:
         folder: job.dump_folder.
@@ -83,38 +84,41 @@ class Profiler:
     def __init__(self, config: ProfilingConfig, folder: Path, run: Profiled, say: Callable[[str], None]):
         if fault := snapshot_fault(config, has_gpu=run.device.type == "cuda"):
             raise UserError(fault)
-        self._config, self._folder, self._run, self._say = config, folder, run, say
-        is_chosen = run.rank in config.ranks
+        self._config = config
+        self._folder = folder
+        self._run = run
+        self._say = say
+        is_chosen = run.rank == 0
         self._is_on = config.enable_profiling or config.enable_memory_snapshot
-        self._is_chosen, self._on_gpu = is_chosen, run.device.type == "cuda"
+        self._is_chosen = is_chosen
+        self._on_gpu = run.device.type == "cuda"
         self._request: _Request | None = None
         self._requested = range(0)  # steps of the last request, its warm-up included
         self._has_snapshots = config.enable_memory_snapshot and is_chosen
         self._has_failed = False
         self._profile: profile | None = None
-        self._ranges = contextlib.ExitStack()
 
     def covers(self, step: int) -> bool:
-        """True if chosen ranks run the profiler in this step; equal on all ranks, for who compares their speed."""
+        """True if rank 0 runs the profiler in this step; equal on all ranks, so that their speed is
+        comparable."""
         return self._recorded(step) is not None
 
     def is_requested(self) -> bool:
-        """True once, on the main rank, after somebody has made `REQUEST_FILE`."""
+        """True once, on the main rank, after `REQUEST_FILE` was created."""
         return self._request is not None and self._request.take()
 
     def record_after(self, step: int) -> None:
-        """Record the steps after this one, with a memory snapshot on a GPU, unless a profile by ``profile_freq`` falls
-        into them, which then is what was requested. Called with one step on all ranks."""
-        steps = range(step + 1, step + 2 + self._config.profiler_warmup)
-        if not any(self.covers(one) for one in steps):
+        """Record the steps after this one, with a memory snapshot on a GPU. If a profile by ``profile_freq`` is due in
+        these steps, it answers the request instead. All ranks call it with the same step."""
+        steps = range(step + 1, step + 2 + WARMUP_STEPS)
+        if not any(self.covers(candidate) for candidate in steps):
             self._requested = steps
         if self._request is not None:
             recorded = next(filter(None, map(self._recorded, steps)))
-            ranks = ", ".join(map(str, self._config.ranks))
-            self._say(f"a profile was requested: step {recorded} is recorded on ranks {ranks}")
+            self._say(f"a profile was requested: step {recorded} is recorded on rank 0")
 
     def step_begins(self, step: int) -> None:
-        """Start the profiler, and the ranges of the modules, if it is time."""
+        """Start the profiler if this step belongs to a profile."""
         recorded = self._recorded(step)
         if not self._is_chosen or recorded is None:
             return
@@ -126,13 +130,10 @@ class Profiler:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
             self._profile = profile(activities=activities, schedule=actions.__getitem__)
             self._profile.start()
-        if step == recorded:
-            for prefix, model in self._run.models:
-                self._ranges.enter_context(module_ranges(model, prefix, is_compiled=self._run.is_compiled))
 
     def step_ends(self, step: int, tokens: int, half_pairs: int) -> None:
-        """End a step of this many tokens and pairs, see `batch_flops`. After a recorded one write the profile, and wait
-        for the ranks that write one. Collective."""
+        """End a step of this many tokens and pairs, see `batch_flops`. After a recorded step write the profile, and
+        wait for the ranks that write one. Collective."""
         if self._profile is not None:
             self._profile.step()
             if step == self._recorded(step):
@@ -140,7 +141,7 @@ class Profiler:
                 self.drop()
                 folder = self._folder / "profile_traces" / f"step-{step:06d}"
                 path = folder / f"rank{self._run.rank}_trace.json"
-                self._write(path, lambda: self._report_profile(step, tokens, half_pairs, _export(recorded, path), path))
+                self._write(path, lambda: self._report_profile(recorded, path, step, tokens, half_pairs))
         is_periodic = self._is_on and step % self._config.profile_freq == 0
         ends_request = len(self._requested) > 0 and step == self._requested[-1]
         if is_periodic or ends_request:
@@ -148,14 +149,13 @@ class Profiler:
                 self._write_snapshot(f"step-{step:06d}")
                 if not self._has_snapshots:
                     compat.record_allocations(False)
-            # Here, where no watchdog takes a rank that waits for a large trace for a hang.
+            # Wait here, where the watchdog is suspended: writing a large trace would look like a hang.
             self._run.wait_for_all()
 
     def drop(self) -> None:
-        """End a profile that is not complete; nothing is written."""
+        """Stop a profile that is not complete, without writing it."""
         if self._profile is not None:
             self._profile.stop()
-        self._ranges.close()
         self._profile = None
 
     def __enter__(self) -> "Profiler":
@@ -176,12 +176,12 @@ class Profiler:
             compat.record_allocations(False)
 
     def _recorded(self, step: int) -> int | None:
-        """The recorded step of the profile that a step belongs to, its warm-up included; None if it belongs to none."""
+        """Return the recorded step of the profile that a step belongs to, warm-up included; None without a profile."""
         config = self._config
         if step in self._requested:
             return self._requested[-1]
         recorded = -(-step // config.profile_freq) * config.profile_freq
-        return recorded if config.enable_profiling and step >= recorded - config.profiler_warmup else None
+        return recorded if config.enable_profiling and step >= recorded - WARMUP_STEPS else None
 
     def _write_snapshot(self, name: str) -> None:
         folder = self._folder / "memory_snapshot" / name
@@ -189,7 +189,7 @@ class Profiler:
         self._write(path, lambda: compat.write_memory_snapshot(path))
 
     def _write(self, path: Path, write: Callable[[], None]) -> None:
-        """Write a file that training can do without. If the disk fails, say it once, and leave no part of the file."""
+        """Write a file that training can do without. If the disk fails, report it once, and remove the partial file."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
@@ -203,35 +203,32 @@ class Profiler:
                     "profiles that cannot be written"
                 )
 
-    def _report_profile(
-        self, step: int, tokens: int, half_pairs: int, events: list[dict[str, Any]], trace: Path
-    ) -> None:
+    def _report_profile(self, recorded: profile, trace: Path, step: int, tokens: int, half_pairs: int) -> None:
+        _export(recorded, trace)
         run = self._run
-        step_ms, times = time_by_kind(events)
-        rows = table_rows(step_ms, times, run.flops(tokens, half_pairs), run.is_compiled)
+        rows = flops_rows(run.flops(tokens, half_pairs))
         device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
         about = {"step": step, "rank": run.rank, "device": device, "torch": torch.__version__}
-        table = trace.with_name(f"rank{run.rank}_modules.json")
-        table.write_text(json.dumps({**about, "step_ms": step_ms, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        if run.rank == min(self._config.ranks):
-            self._say(
-                f"profile of step {step}, rank {run.rank} ({device}):\n{format_table(rows, step_ms)}\n"
-                f"  {trace}, {trace.stat().st_size / 1e6:.1f} MB, for ui.perfetto.dev; {table.name} beside it"
-            )
+        table = trace.with_name(f"rank{run.rank}_flops.json")
+        table.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        self._say(
+            f"profile of step {step}, rank {run.rank} ({device}):\n{format_flops(rows)}\n"
+            f"  {trace}, {trace.stat().st_size / 1e6:.1f} MB, for ui.perfetto.dev; {table.name} next to it"
+        )
 
 
-def _export(recorded: profile, path: Path) -> list[dict[str, Any]]:
-    """Write a trace and return its events.
+def _export(recorded: profile, path: Path) -> None:
+    """Write a trace.
 
     Raises:
-        OSError: the disk failed. torch itself writes as much as fits, and reports nothing.
+        OSError: the disk failed. torch itself writes as much as fits, and raises no error.
     """
     path.write_bytes(b"")
     recorded.export_chrome_trace(str(path))
     content = path.read_bytes()
     try:
-        return json.loads(content, strict=False)["traceEvents"]
+        json.loads(content, strict=False)
     except ValueError as error:
-        is_whole = content.rstrip().endswith(b"}")
-        reason = f"torch wrote invalid JSON: {error}" if is_whole else os.strerror(errno.ENOSPC)
-        raise OSError(errno.EIO if is_whole else errno.ENOSPC, reason, str(path)) from error
+        is_complete = content.rstrip().endswith(b"}")
+        reason = f"torch wrote invalid JSON: {error}" if is_complete else os.strerror(errno.ENOSPC)
+        raise OSError(errno.EIO if is_complete else errno.ENOSPC, reason, str(path)) from error

@@ -1,6 +1,5 @@
 """Output of metrics and messages: console, metrics.jsonl, TensorBoard, log.txt."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -8,8 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from glm46.config.printable import printable
 from glm46.engine.observe.console import ConsoleView, train_line, validation_line
-from glm46.engine.observe.history import ROWS_FILE, History, LineFile, WatchedFolder, is_deleted, keep_aside
+from glm46.engine.observe.exporter import Exporter
+from glm46.engine.observe.history import ROWS_FILE, History, LineFile, WatchedFolder, keep_aside
 from glm46.engine.observe.metrics import find_metric, plain_row
 from glm46.engine.observe.tracker import Tracker
 from glm46.engine.observe.writes import Writes
@@ -21,7 +22,7 @@ Kind = Literal["train", "validation"]
 
 
 class Report:
-    """Writes metrics and messages of a run on the main rank. On other ranks all methods do nothing."""
+    """Writer of metrics and messages of a run on the main rank. On other ranks all methods do nothing."""
 
     def __init__(
         self,
@@ -33,33 +34,35 @@ class Report:
         resumed_step: int | None = None,
         console: ConsoleView | None = None,
         tracker: Tracker | None = None,
-        on_deleted: Callable[[], str] = str,
+        exporter: Exporter | None = None,
     ):
         """Open the files under `dump_folder`.
 
         Args:
             tensorboard_folder: folder of event files; None for no such files.
-            total_tokens: budget of the run, for the share done and the time left.
+            total_tokens: budget of the run, to compute the share done and the time left.
             resumed_step: step of the checkpoint that the run resumes from; later rows of earlier processes are removed.
                 None for a new run: files of an earlier run are renamed.
             console: None for standard output.
-            tracker: takes the rows too, and is closed with the report.
-            on_deleted: called once `dump_folder` or a file of it was deleted or renamed, and made again; returns more
-                to say of it.
+            tracker: also receives the rows, and is closed with the report.
+            exporter: also receives the rows.
         """
         self._is_main = is_main
+        self._has_lost_folder = False
         self._total_tokens = total_tokens
         if not is_main:
             return
         self._folder = dump_folder
         self._paused: set[Path] = set()
-        self._writes, self._is_closed = Writes("report", _MOST_WAITING), False
+        self._writes = Writes("report", _MOST_WAITING)
+        self._is_closed = False
         dump_folder.mkdir(parents=True, exist_ok=True)
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
-        self._tracker, self._on_deleted = tracker, on_deleted
-        self._watched, self._expected = WatchedFolder(dump_folder), set[Path]()
+        self._tracker = tracker
+        self._exporter = exporter
+        self._watched = WatchedFolder(dump_folder)
         self._tensorboard = _TensorBoard(tensorboard_folder, resumed_step) if tensorboard_folder else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
@@ -94,13 +97,20 @@ class Report:
     def message(self, text: str) -> None:
         """Write a message to the console and log.txt."""
         if self._is_main:
+            text = printable(text)
             self._console.line(text)
             self._write_log(text)
 
     def log(self, text: str) -> None:
         """Write a message to log.txt only."""
         if self._is_main:
-            self._write_log(text)
+            self._write_log(printable(text))
+
+    def has_lost_folder(self) -> bool:
+        """True if the dump folder was deleted or renamed. Then nothing is written any more."""
+        if self._is_main:
+            self._writes.make(self._look_for_folder)
+        return self._has_lost_folder
 
     def finish_writes(self) -> None:
         """Wait until all rows and messages so far are in their files."""
@@ -113,7 +123,7 @@ class Report:
             self._is_closed = True
             has_written = self._writes.close()
             self._console.close()
-            if not has_written:  # to close the files would wait for storage, too
+            if not has_written:  # closing the files would also wait for storage
                 self._console.line(f"{self._folder}: storage does not answer, so the last rows are not written there")
             if self._tracker is not None:
                 self._tracker.close()
@@ -135,6 +145,8 @@ class Report:
             self._keep(board.folder, lambda: board.write(kind, plain, now))
         if self._tracker is not None:
             self._tracker.write(plain)
+        if self._exporter is not None:
+            self._exporter.row(plain)
         return plain
 
     def _write_log(self, text: str) -> None:
@@ -142,19 +154,16 @@ class Report:
         lines = "".join(f"{stamp}  {line}\n" for line in text.splitlines() or [""])
         self._keep(self._folder / "log.txt", lambda: self._log.write(lines))
 
-    def _keep(self, path: Path, write: Callable[[], bool | None]) -> None:
-        """Write to a file that training can do without. If the disk fails, report it once and continue.
-
-        Args:
-            write: returns whether it had to create the file again.
-        """
+    def _keep(self, path: Path, write: Callable[[], None]) -> None:
+        """Write to a file that training can do without. If the disk fails, report it once and continue."""
         self._writes.make(lambda: self._try_to_write(path, write))
 
-    def _try_to_write(self, path: Path, write: Callable[[], bool | None]) -> None:
+    def _try_to_write(self, path: Path, write: Callable[[], None]) -> None:
+        self._look_for_folder()
+        if self._has_lost_folder:  # a path of the same name may be another folder
+            return
         try:
-            if self._watched.is_away():
-                self._make_again()
-            is_new = write()
+            write()
         except OSError as error:
             if path not in self._paused:
                 self._paused.add(path)
@@ -163,42 +172,30 @@ class Report:
             if path in self._paused:
                 self._paused.remove(path)
                 self._console.line(f"{path}: written again")
-            if is_new and path not in self._expected:
-                self._console.line(
-                    f"{path}: was deleted or renamed during the run; it is begun again{self._on_deleted()}"
-                )
-            self._expected.discard(path)
 
-    def _make_again(self) -> None:
-        self._watched.make_again()
-        self._history.folder_is_new()
-        self._log.folder_is_new()
-        if self._tensorboard is not None and self._tensorboard.folder.is_relative_to(self._folder):
-            self._tensorboard.forget()
-        self._expected |= {self._folder / ROWS_FILE, self._folder / "log.txt"}
-        self._console.line(
-            f"{self._folder}: was deleted or renamed during the run; it is made again, and training goes on: rows, "
-            f"messages and checkpoints begin at the next one{self._on_deleted()}"
-        )
+    def _look_for_folder(self) -> None:
+        with suppress(OSError):  # storage does not answer, which says nothing about the folder
+            self._has_lost_folder = self._has_lost_folder or self._watched.is_away()
 
 
 class _TensorBoard:
     """A folder with training rows, and its folder ``validation`` with validation rows.
 
-    TensorBoard draws equal names of two folders in one chart, so training and validation loss share one.
+    TensorBoard shows equal names of two folders in one chart, so training and validation loss share a chart.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None):
         # Imported here because it takes a second.
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter, summary
 
-        self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._on_thread_error
         self.folder = folder
         self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
         self._open = SummaryWriter
+        self._summary = summary.Summary
         self._purge_step = None if resumed_step is None else resumed_step + 1
         self._writers: dict[Kind, SummaryWriter] = {}
-        self._descriptors: dict[Kind, int] = {}
         if resumed_step is None:
             keep_aside(folder)
         for kind, path in self._folders.items():
@@ -208,44 +205,16 @@ class _TensorBoard:
     def _writer(self, kind: Kind):
         if kind not in self._writers:
             self._writers[kind] = self._open(str(self._folders[kind]), purge_step=self._purge_step)
-            self._descriptors[kind] = os.open(self._folders[kind], os.O_RDONLY | os.O_DIRECTORY)
         return self._writers[kind]
 
-    def _forget_deleted(self, kind: Kind) -> bool:
-        """Forget the writer of a folder that was deleted, or whose event files were."""
-        if kind not in self._writers:
-            return False
-        descriptor, path = self._descriptors[kind], self._folders[kind]
-        if not is_deleted(descriptor):
-            try:
-                is_there = os.path.samestat(path.stat(), os.fstat(descriptor))
-            except FileNotFoundError:  # renamed, or not mounted
-                return False
-            if not is_there or any(path.glob("events.*")):
-                return False
-        self._forget(kind)
-        return True
-
-    def forget(self) -> None:
-        """Begin again in new folders: those that are written were deleted or renamed."""
-        for kind in [*self._writers]:
-            self._forget(kind)
-
-    def _forget(self, kind: Kind) -> None:
-        os.close(self._descriptors.pop(kind))
-        with suppress(OSError):  # of events for the folder that is gone; the row that is being written must not be lost
-            self._writers.pop(kind).close()
-
-    def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> bool:
-        """Returns whether the event file was created again."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # One event for all: `add_scalar` makes one for each, which takes six times as long, 3 ms of a step.
+    def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> None:
+        """Write a row."""
+        # One event for all values: `add_scalar` writes one for each, which takes six times as long, 3 ms per step.
         values = {_tag(column): value for column, value in row.items() if value is not None and column != "step"}
-        is_new = self._forget_deleted(kind)
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        summary = self._summary(
+            value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
         self._writer(kind).file_writer.add_summary(summary, row["step"], unix_seconds)
-        return is_new
 
     def write_config(self, text: str) -> None:
         # TensorBoard renders Markdown; indented lines are shown verbatim.
@@ -257,19 +226,17 @@ class _TensorBoard:
             for writer in self._writers.values():
                 writer.close()
         finally:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
             threading.excepthook = self._hook_before
 
     def _on_thread_error(self, arguments: threading.ExceptHookArgs) -> None:
-        """Print no traceback when the disk fails in TensorBoard's thread: the next write raises the same error."""
+        """Suppress the traceback when the disk fails in TensorBoard's thread: the next write raises the same error."""
         is_writer = type(arguments.thread).__module__.startswith("tensorboard.")
         if not (is_writer and issubclass(arguments.exc_type, OSError)):
             self._hook_before(arguments)
 
 
 def _tag(column: str) -> str:
-    """TensorBoard's name of a column. A validation metric takes the name of its training metric."""
+    """Return TensorBoard's name of a column. A validation metric gets the name of its training metric."""
     metric = find_metric(column)
     if metric.training is not None and column == metric.name:
         metric = find_metric(metric.training)

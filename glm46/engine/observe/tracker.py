@@ -1,148 +1,103 @@
-"""Rows of metrics to Weights & Biases or MLflow, in a thread: a tracker that is slow, fails or hangs costs no step."""
+"""Upload of metrics to Weights & Biases in a thread: a service that is slow, fails or hangs delays no step."""
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
-from glm46.config.checkpoint import MetricsConfig, TrackerName
 from glm46.config.errors import UserError
 
 ID_FILE = "tracker.json"
-"""File in the dump folder with the tracker's id of the run, by which a restart continues it."""
+"""File in the dump folder with the id of the run at Weights & Biases, by which a restart continues it."""
 _WAITING_ROWS = 1000
 _END_SECONDS = 60.0
-"""Time that the tracker has at the end of a run to send what is left."""
-
-
-_Session = tuple[Callable[[dict[str, float]], object], Callable[[], object]]
-"""What sends a row, and what ends the run."""
+"""Maximum time at the end of a run to send the waiting rows."""
 
 
 class Tracker:
-    """Sends rows to a tracker from a thread of its own. If the tracker fails, or takes no rows for long, rows are
-    dropped and this is reported once; training goes on.
+    """Sender of rows to Weights & Biases in its own thread. If the service fails, or accepts no rows for long, rows are
+    dropped, which is reported once; training continues.
 
     Args:
-        metrics: with a tracker.
         folder: job.dump_folder; its name is the name of the run.
         config: the resolved configuration, a table of tables.
-        is_new: whether this is a new run and not the continuation of one.
-        report: takes one line.
+        is_new: True for a new run, False for a resumed one.
+        report: receives one line.
 
     Raises:
         UserError: the package is not installed.
     """
 
-    def __init__(
-        self,
-        metrics: MetricsConfig,
-        folder: Path,
-        config: Mapping[str, object],
-        *,
-        is_new: bool,
-        report: Callable[[str], None],
-    ):
-        name, keys = str(metrics.tracker), dict(_dotted(config))
-        if fault := tracker_fault(metrics.tracker):
+    def __init__(self, folder: Path, config: Mapping[str, object], *, is_new: bool, report: Callable[[str], None]):
+        fault = wandb_fault()
+        if fault:
             raise UserError(fault)
-        module = importlib.import_module(name)
-        self._name, self._report, self._has_failed = name, report, False
+        self._folder = folder
+        self._config = config
+        self._report = report
+        self._has_failed = False
         self._rows: queue.Queue[dict[str, float] | None] = queue.Queue(_WAITING_ROWS)
-        known = folder / ID_FILE
         if is_new:
-            known.unlink(missing_ok=True)
-        opens = {"wandb": _open_wandb, "mlflow": _open_mlflow}[name]
-        work = (lambda: opens(module, folder, keys),)
-        self._thread = threading.Thread(target=self._send, args=work, name="tracker", daemon=True)
+            (folder / ID_FILE).unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._thread.start()
 
     def write(self, row: Mapping[str, float | None]) -> None:
-        """Queue a row; columns without a value are left out. Never waits."""
+        """Queue a row; columns without a value are skipped. Never waits."""
         try:
             self._rows.put_nowait({key: value for key, value in row.items() if value is not None})
         except queue.Full:
             self._fail("takes no rows")
 
     def close(self) -> None:
-        """Wait for the rows that are left, at most a minute."""
+        """Wait for the rows that are not sent yet, at most a minute."""
         with contextlib.suppress(queue.Full):
             self._rows.put_nowait(None)
         self._thread.join(_END_SECONDS)
         if self._thread.is_alive():
             self._fail(f"did not end within {_END_SECONDS:.0f} s")
 
-    def _send(self, opens: Callable[[], _Session]) -> None:
+    def _send(self) -> None:
         is_done = False
         try:
-            log, finish = opens()
+            wandb = importlib.import_module("wandb")
+            run = wandb.init(
+                name=self._folder.name,
+                id=self._stored_id(),
+                resume="allow",
+                dir=str(self._folder),
+                config=dict(self._config),
+                # The report writes standard output, which is also in log.txt.
+                settings=wandb.Settings(console="off"),
+            )
+            # Instead of the step of the package, which must never decrease: a resume goes back to an earlier step.
+            run.define_metric("*", step_metric="step")
+            (self._folder / ID_FILE).write_text(json.dumps({"id": run.id}) + "\n", encoding="utf-8")
             while (row := self._rows.get()) is not None:
-                log(row)
-            finish()
+                run.log(row)
+            run.finish()
             is_done = True
         finally:
-            if not is_done:  # an error of any kind ends this thread with its traceback, and nothing else
+            if not is_done:  # any error ends only this thread, with its traceback
                 self._fail("failed")
+
+    def _stored_id(self) -> str | None:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self._folder / ID_FILE).read_text(encoding="utf-8"))["id"]
+        return None
 
     def _fail(self, reason: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._report(f"metrics.tracker = {self._name!r}: {reason}; rows are missing there, training continues")
+            self._report(f"metrics.enable_wandb: {reason}; rows are missing there, training continues")
 
 
-def tracker_fault(name: TrackerName | None) -> str | None:
-    """A message if the package of a tracker is not installed."""
-    if name is None or importlib.util.find_spec(name) is not None:
+def wandb_fault() -> str | None:
+    """Return a message if the package that metrics.enable_wandb needs is not installed, else None."""
+    if importlib.util.find_spec("wandb") is not None:
         return None
-    return f"metrics.tracker = {name!r}: this package is not installed; pip install {name}, or take the key out"
-
-
-def _open_wandb(wandb: ModuleType, folder: Path, config: Mapping[str, object]) -> _Session:
-    run = wandb.init(
-        name=folder.name,
-        id=_known_id(folder),
-        resume="allow",
-        dir=str(folder),
-        config=dict(config),
-        # Standard output is the report's; it is in log.txt.
-        settings=wandb.Settings(console="off"),
-    )
-    run.define_metric("*", step_metric="step")
-    _keep_id(folder, run.id)
-    # Not wandb's own step, which must never fall: a resume goes back, and validation has the step of its row.
-    return run.log, run.finish
-
-
-def _open_mlflow(mlflow: ModuleType, folder: Path, config: Mapping[str, object]) -> _Session:
-    known = _known_id(folder)
-    run = mlflow.start_run(run_id=known, run_name=None if known else folder.name)
-    if known is None:
-        mlflow.log_params(dict(config))
-    _keep_id(folder, run.info.run_id)
-
-    def log(row: dict[str, float]) -> None:
-        mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in row.items()}, step=int(row["step"]))
-
-    return log, mlflow.end_run
-
-
-def _dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _known_id(folder: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / ID_FILE).read_text(encoding="utf-8"))["id"]
-    return None
-
-
-def _keep_id(folder: Path, identity: str) -> None:
-    (folder / ID_FILE).write_text(json.dumps({"id": identity}) + "\n", encoding="utf-8")
+    return "metrics.enable_wandb = true: the package wandb is not installed; pip install wandb, or remove the key"

@@ -1,4 +1,4 @@
-"""Writes to storage in a thread: storage that does not answer holds training up for seconds, not until it answers."""
+"""Writes to storage in a thread: storage that does not answer delays training for seconds, not until it answers."""
 
 import threading
 from collections import deque
@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 _PATIENCE_SECONDS = 2.0
 _END_SECONDS = 60.0
-"""For what is left at the end of a run."""
+"""Maximum wait for the remaining calls at the end of a run."""
 
 
 class Writes:
-    """Makes calls in a thread, in order.
+    """Thread that executes calls in order.
 
-    `make` waits until its call is made, so that readers find what was written. A call that takes longer than
-    `_PATIENCE_SECONDS` is left to the thread, and nothing waits for storage until it has caught up.
+    `make` waits until its call is done, so that readers find the written content. After a call that takes longer than
+    `_PATIENCE_SECONDS`, `make` does not wait until the thread has caught up.
 
     Args:
-        name: of the thread.
-        most_waiting: calls that storage keeps waiting; the oldest ones of more are dropped.
+        name: name of the thread.
+        most_waiting: maximum number of waiting calls; beyond it, the oldest ones are dropped.
     """
 
     def __init__(self, name: str, most_waiting: int):
@@ -28,10 +28,10 @@ class Writes:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def make(self, call: Callable[[], None]) -> None:
-        """Make a call.
+        """Execute a call.
 
         Raises:
-            Exception: what this call or an earlier one has raised, after which no other is made.
+            Exception: the error of this call or of an earlier one, after which no other call is executed.
         """
         with self._changed:
             is_stalled = self._made < self._given
@@ -42,7 +42,7 @@ class Writes:
             raise self._error
 
     def finish(self) -> None:
-        """Wait until the calls so far are made, however long storage takes."""
+        """Wait until the calls so far are done, without a time limit."""
         with self._changed:
             number = self._given
             self._changed.wait_for(lambda: self._made >= number or self._error)
@@ -51,8 +51,8 @@ class Writes:
         """Wait for the calls so far, at most a minute, and end the thread.
 
         Returns:
-            Whether all of them are made, or one has failed. Otherwise storage does not answer, and the thread is left
-            behind: the end of a run must not wait for storage as long as that takes.
+            True if all calls are done, or one has failed. Otherwise storage does not answer, and the thread keeps
+            running: the end of a run must not wait for storage without limit.
         """
         with self._changed:
             number = self._given
@@ -75,12 +75,13 @@ class Writes:
                 return
             try:
                 call()
-            except BaseException as error:  # for the caller; this thread ends with its traceback
+            except BaseException as error:  # stored for the caller; this thread ends with its traceback
                 self._ends(number, error)
                 raise
             self._ends(number, None)
 
     def _ends(self, number: int, error: BaseException | None) -> None:
         with self._changed:
-            self._made, self._error = number, error
+            self._made = number
+            self._error = error
             self._changed.notify_all()

@@ -1,192 +1,249 @@
-"""The hang report: finds the rank that blocks the others from the collectives that each rank has started."""
+"""Hang report: compares the collectives that each rank has started, and names the rank that blocks the others."""
 
-import dis
 import json
 import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
-from glm46.compat import WAITING, flight_recorders
+from glm46.compat import flight_recorders
 from glm46.compute.distributed.agreement import awaited
+from glm46.engine.reliability.hang_answers import Answers, GroupPosition, positions_by_group, resolve
+from glm46.engine.reliability.stack_frames import is_waiting
 
-Answers = dict[int, dict[str, Any]]
-"""By rank: operation, step, stack, collectives (by process group a `Position`), and peers: the ranks with which a send
-or receive has started and not ended; the last two may be absent."""
-Position = list[Any]
-"""Number of the last collective that this rank has entered, its name, the number of the last one that it has left, and
-its sizes where they must be equal; the last two may be absent."""
-
-_FRAMES_SHOWN = 3
 _RANKS_SHOWN = 8
-"""Of the culprits, and of the ranks that wait; verdict.json names all culprits."""
-_WAITS_FOR_DEVICE = " waits for the device"
-_DEVICE_WAITS = {"cpu", "item", "tolist", "synchronize"}
-"""Methods without arguments that block in C, without a frame of torch, until the GPU has computed their result."""
+"""Limit for the culprits and for the waiting ranks in the message; verdict.json names all culprits."""
 _EQUAL_SIZES = ("allreduce", "all_reduce", "_all_gather_base", "_reduce_scatter_base")
-"""Collectives whose inputs are alike on all ranks."""
-_PEERS = re.compile(r"send \d+->(\d+)|recv \d+<-(\d+)")
+"""Endings of the names of collectives whose input sizes are equal on all ranks."""
+_PEER = re.compile(r"send \d+->(\d+)|recv \d+<-(\d+)")
 
 
 def collectives_here() -> tuple[dict[str, Any], str]:
-    """The place of this rank in its collectives, and the entries of the flight recorders.
+    """Read the flight recorders of this rank.
 
     Returns:
-        ``{"collectives": {group: Position}, "peers": [rank]}`` (see `Answers`), without what a recorder holds whose
-        format is not that of torch 2.11 to 2.14; and JSON text: an object by backend ('' without a recorder).
+        The part of this rank's answer that comes from them: all keys of `Answers` except operation, step and stack. A
+        recorder whose format is not the one of torch 2.11 to 2.15 is skipped.
+        The recorders themselves as JSON text, an object with a key for each backend; '' without a recorder.
     """
     recorders = flight_recorders()
-    here: dict[str, Any] = {"collectives": {}, "peers": list(awaited)}
+    answer: dict[str, Any] = {"collectives": {}, "peers": list(awaited)}
     for backend, text in recorders.items():
         with suppress(AttributeError, LookupError, TypeError, ValueError):
-            collectives, peers = _read(backend, json.loads(text))
-            here["collectives"] |= collectives
-            here["peers"] += peers
+            _add_recorder(answer, backend, json.loads(text))
     parts = (f"{json.dumps(backend)}: {text}" for backend, text in recorders.items())
-    return here, "{" + ", ".join(parts) + "}" if recorders else ""
+    return answer, "{" + ", ".join(parts) + "}" if recorders else ""
 
 
-def _read(backend: str, trace: dict[str, Any]) -> tuple[dict[str, Position], list[int]]:
-    """The position in each group and the peers, from one recorder.
+def _add_recorder(answer: dict[str, Any], backend: str, trace: dict[str, Any]) -> None:
+    """Add the contents of one recorder to the answer of this rank.
 
-    gloo's entries are entered when they are recorded and left when they are retired. NCCL records when the host
-    launches; the GPU enters later, which its timing tells: without timing each launched collective counts as entered.
+    gloo records a collective when the rank enters it. NCCL records it when the host launches it, and the GPU enters it
+    later. With timing the recorder shows whether the GPU has entered it; without timing, each launched collective
+    counts as entered.
     """
-    ranks = {config["name"]: json.loads(config["ranks"]) for config in trace.get("pg_config", {}).values()}
     entries = trace.get("entries", [])
     is_timed = any(entry["time_discovered_started_ns"] for entry in entries)
-    last: dict[str, Position] = {}
-    batches: dict[tuple[str, int], str] = {}
-    for entry in entries:
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
-        name, state = entry["profiling_name"], entry["state"]
-        is_batch = name.endswith("coalesced") and not entry["input_sizes"]
-        if is_batch:  # its sends, recorded before it, stay "scheduled"; its number is that of the last collective
-            batches[group, entry["p2p_seq_id"]] = state
-        if not entry["is_p2p"]:
-            # Disjoint groups of a mesh may share a name. The recorder of gloo in torch 2.13 knows no group's ranks.
-            key = f"{backend} {group} from rank {min(ranks.get(group) or [0])}"
-            of_group = last.setdefault(key, [0, "", 0, None])
-            if state == "completed" or (backend == "gloo" and entry["retired"]):
-                of_group[2] = max(of_group[2], number)
-            if number >= of_group[0] + is_batch and not (is_timed and state == "scheduled"):
-                sizes = entry["input_sizes"] if name.endswith(_EQUAL_SIZES) else None
-                of_group[:2], of_group[3] = [number, name], sizes
-    peers = []
-    for entry in (entry for entry in entries if entry["is_p2p"] and ranks.get(entry["process_group"][0])):
+    has_completed = any(entry["state"] == "completed" for entry in entries)
+    launched, launched_peers = _positions_and_peers(backend, trace, is_timed=False)
+    entered, entered_peers = _positions_and_peers(backend, trace, is_timed=True)
+    # Either timing is off, or this GPU has not started anything: `_resolve` decides by the answers of the other ranks.
+    is_timing_unknown = backend == "nccl" and bool(entries) and not is_timed and not has_completed
+    if is_timed:
+        answer["is_timed"] = True
+    if is_timing_unknown:
+        answer["launched"] = {"collectives": launched, "peers": launched_peers}
+    if is_timed or is_timing_unknown:
+        answer["collectives"] |= entered
+        answer["peers"] += entered_peers
+    else:
+        answer["collectives"] |= launched
+        answer["peers"] += launched_peers
+
+
+def _positions_and_peers(
+    backend: str, trace: dict[str, Any], *, is_timed: bool
+) -> tuple[dict[str, list[Any]], list[int]]:
+    """Return the position in each group, as fields of a `GroupPosition`, and the peers, from one recorder.
+
+    Args:
+        is_timed: if True, a collective counts as entered when the GPU has started it; else when the host has launched
+            it.
+    """
+    ranks = {config["name"]: json.loads(config["ranks"]) for config in trace.get("pg_config", {}).values()}
+    # A group that this rank has not used yet has no entry, but other ranks may already be in its first collective.
+    # Only for NCCL: the recorder of gloo does not know the members of a group in all releases.
+    unused = GroupPosition(0, "", 0)
+    positions: dict[str, GroupPosition] = {}
+    if backend == "nccl":
+        positions = {_group_key(backend, name, members): unused for name, members in ranks.items() if members}
+    batch_states: dict[tuple[str, int], str] = {}
+    for entry in trace.get("entries", []):
         group = entry["process_group"][0]
-        state = batches.get((group, entry["p2p_seq_id"]), entry["state"])
+        name = entry["profiling_name"]
+        state = entry["state"]
+        is_batch = name.endswith("coalesced") and not entry["input_sizes"]
+        if is_batch:
+            # The sends and receives of a batch are recorded before it, and their own state stays "scheduled".
+            batch_states[group, entry["p2p_seq_id"]] = state
+        if entry["is_p2p"]:
+            continue
+        number = entry["collective_seq_id"]
+        key = _group_key(backend, group, ranks.get(group))
+        position = positions.get(key, unused)
+        if state == "completed" or (backend == "gloo" and entry["retired"]):
+            position = position._replace(completed=max(position.completed or 0, number))
+        # A batch has the number of the collective before it, and must not replace it.
+        is_later = number > position.number if is_batch else number >= position.number
+        if is_later and not (is_timed and state == "scheduled"):
+            sizes = entry["input_sizes"] if name.endswith(_EQUAL_SIZES) else None
+            position = position._replace(number=number, name=name, sizes=sizes)
+        positions[key] = position
+    peers: set[int] = set()
+    for entry in trace.get("entries", []):
+        group = entry["process_group"][0]
+        if not entry["is_p2p"] or not ranks.get(group):
+            continue
+        state = batch_states.get((group, entry["p2p_seq_id"]), entry["state"])
         if state == "started" or (state == "scheduled" and not is_timed):
-            named = _PEERS.finditer(entry["profiling_name"])
-            peers += [ranks[group][int(found[1] or found[2])] for found in named]
-    return last, sorted(set(peers))
+            for match in _PEER.finditer(entry["profiling_name"]):
+                peers.add(ranks[group][int(match[1] or match[2])])
+    return {key: list(position) for key, position in positions.items()}, sorted(peers)
 
 
-def innermost_frames(frame: FrameType | None) -> list[str]:
-    """The innermost frames of a thread, ``file:line function``, innermost first; the first one says if it waits for the
-    device."""
-    frames: list[str] = []
-    while frame is not None and len(frames) < _FRAMES_SHOWN:
-        code = frame.f_code
-        if code is not WAITING:  # skip the frame of compat that wraps torch's
-            mark = _WAITS_FOR_DEVICE if not frames and _calls(frame) in _DEVICE_WAITS else ""
-            frames.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}{mark}")
-        frame = frame.f_back
-    return frames
-
-
-def _calls(frame: FrameType) -> str | None:
-    """The method without arguments that a frame is calling, from its code: its file may be on a disk that hangs."""
-    done = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
-    while done and done[-1].opname in ("CALL", "PRECALL", "CALL_METHOD", "CALL_FUNCTION"):
-        done.pop()
-    return done[-1].argval if done and done[-1].opname in ("LOAD_METHOD", "LOAD_ATTR") else None
+def _group_key(backend: str, name: str, members: list[int] | None) -> str:
+    """Return a unique name of a process group. The disjoint groups of one mesh axis may share their name, so their
+    first rank is added; it is 0 if the recorder does not know the ranks of a group, like the one of gloo in torch
+    2.13."""
+    return f"{backend} {name} from rank {min(members or [0])}"
 
 
 def find_culprits(answers: Answers, world_size: int) -> list[int]:
-    """The ranks that block the others; none if what is known cannot tell them from others.
+    """Return the ranks that block the others; an empty list if the answers do not show which ones.
 
-    These are the ranks without an answer, if any. Otherwise, in each process group, the ranks that have entered the
-    most collectives and have not left the last one wait for those that have entered fewer, and a rank that sends or
-    receives waits for its peer until that has started too. The culprits are ranks that others wait for and that wait
-    for no rank. In a collective that all ranks of a group have entered and none has left (`_stuck`), these are the
-    few that run another one; else the one rank that is common to all such groups. Without any of these, the culprits
-    are the ranks whose innermost frame is neither torch's nor waits for the device. More than half are not accused.
+    The first rule that names a rank decides:
+
+    1. Ranks that did not answer.
+    2. Ranks that others wait for, that wait for no rank themselves, and that are not inside a collective, a send or a
+       receive: a rank inside one also waits, even if it is not known for which rank. But if all other ranks wait for
+           it, there is no rank that it could wait for: it is inside a collective that the others never enter.
+           `_waits_for` returns which ranks wait for which.
+    3. If whole groups are inside one collective (`_stuck`): the ranks that run another collective than most of their
+       group, otherwise the one rank that all these groups have in common.
+    4. Without such groups: ranks whose innermost frame is not torch's and does not wait for the device.
+
+    Rules 2 to 4 never name more than half of the ranks, except in a run of one rank.
     """
     unanswered = sorted(set(range(world_size)) - answers.keys())
     if unanswered:
         return unanswered
+    answers, is_timed = resolve(answers)
+    waits = _waits_for(answers)
+    stuck = _stuck(answers)
+    awaited_ranks = set().union(*waits.values())
+    culprits = []
+    for rank in sorted(awaited_ranks):
+        may_wait = _is_inside_any(answers[rank]) and len(_blocked_by(rank, waits)) < world_size - 1
+        if not waits[rank] and not may_wait:
+            culprits.append(rank)
+    if not culprits and stuck:
+        culprits = _culprits_of_stuck(stuck, is_timed)
+    elif not culprits:
+        culprits = sorted(
+            rank for rank, answer in answers.items() if answer["stack"] and not is_waiting(answer["stack"][0])
+        )
+    if 2 * len(culprits) > world_size > 1:
+        return []
+    return culprits
+
+
+def _waits_for(answers: Answers) -> dict[int, set[int]]:
+    """Return the ranks that each rank waits for.
+
+    In a process group, the ranks that have entered the most collectives and may still be in the last one wait for the
+    ranks that have entered fewer. A rank that sends or receives waits for its peer until the peer has also started.
+    """
     waits: dict[int, set[int]] = {rank: set() for rank in answers}
-    for positions in _groups(answers).values():
-        most = max(position[0] for position in positions.values())
-        behind = {rank for rank, position in positions.items() if position[0] < most}
-        for rank in positions.keys() - behind:
-            if _is_inside(positions[rank]):
-                waits[rank] |= behind
+    for positions in positions_by_group(answers).values():
+        last_number = max(position.number for position in positions.values())
+        late = {rank for rank, position in positions.items() if position.number < last_number}
+        for rank, position in positions.items():
+            if rank not in late and position.is_inside:
+                waits[rank] |= late
     for rank, answer in answers.items():
         waits[rank] |= {peer for peer in answer.get("peers", []) if rank not in answers[peer].get("peers", [])}
-    stuck = _stuck(answers)
-    within = set().union(*stuck)
-    awaited = set().union(*waits.values())
-    culprits = sorted(rank for rank in awaited - within if not waits[rank])
-    if not culprits and stuck:
-        odd = {rank for members in stuck for rank in _odd_ones(members)}
-        common = set.intersection(*map(set, stuck)) if len(stuck) > 1 else set()
-        culprits = sorted(odd) or (sorted(common) if len(common) == 1 else [])
-    elif not culprits:
-        culprits = sorted(rank for rank, a in answers.items() if a["stack"] and not _waits(a["stack"][0]))
-    return culprits if 2 * len(culprits) <= world_size or world_size == 1 else []
+    return waits
 
 
-def _groups(answers: Answers) -> dict[str, dict[int, Position]]:
-    """By process group the positions of its ranks."""
-    found: dict[str, dict[int, Position]] = {}
+def _blocked_by(rank: int, waits: dict[int, set[int]]) -> set[int]:
+    """Return the ranks that wait for a rank, directly or through others."""
+    blocked: set[int] = set()
+    newly_blocked = {rank}
+    while newly_blocked:
+        direct = {other for other, awaited_ranks in waits.items() if awaited_ranks & newly_blocked}
+        newly_blocked = direct - blocked - {rank}
+        blocked |= newly_blocked
+    return blocked
+
+
+def _is_inside_any(answer: dict[str, Any]) -> bool:
+    """True if a rank is known to be inside a collective, a send or a receive."""
+    positions = (GroupPosition(*fields) for fields in answer["collectives"].values())
+    return bool(answer.get("peers")) or any(position.is_known_inside for position in positions)
+
+
+def _stuck(answers: Answers) -> list[dict[int, GroupPosition]]:
+    """Return the positions of each group whose ranks are all known to be inside the same collective.
+
+    Two ranks that send to and receive from each other count as such a group.
+    """
+    groups = []
+    for positions in positions_by_group(answers).values():
+        numbers = {position.number for position in positions.values()}
+        is_same = len(positions) > 1 and len(numbers) == 1
+        if is_same and all(position.is_known_inside for position in positions.values()):
+            groups.append(positions)
+    pairs = set()
     for rank, answer in answers.items():
-        for name, position in answer["collectives"].items():
-            found.setdefault(name, {})[rank] = position
-    return found
+        for peer in answer.get("peers", []):
+            if rank < peer and rank in answers[peer].get("peers", []):
+                pairs.add((rank, peer))
+    exchange = GroupPosition(0, "send and receive", -1)
+    for pair in sorted(pairs):
+        groups.append(dict.fromkeys(pair, exchange))
+    return groups
 
 
-def _is_inside(position: Position) -> bool:
-    """True if the last collective is not known to be left."""
-    return len(position) < 3 or position[2] < position[0]
+def _culprits_of_stuck(stuck: list[dict[int, GroupPosition]], is_timed: bool) -> list[int]:
+    """Return the ranks that run another collective than their peers; else the one rank that all stuck groups share.
+
+    Without timing, a shared rank may itself wait for the rank whose GPU is stuck, so it is not named.
+    """
+    odd_ranks: set[int] = set()
+    for members in stuck:
+        odd_ranks |= _odd_ranks(members)
+    if odd_ranks:
+        return sorted(odd_ranks)
+    if not is_timed or len(stuck) == 1:
+        return []
+    common_ranks = set.intersection(*map(set, stuck))
+    return sorted(common_ranks) if len(common_ranks) == 1 else []
 
 
-def _stuck(answers: Answers) -> list[dict[int, Position]]:
-    """The positions of each group whose ranks are known to be all inside the same collective; pairs of ranks that send
-    to each other are such groups."""
-    groups = [
-        positions
-        for positions in _groups(answers).values()
-        if len(positions) > 1 and len({position[0] for position in positions.values()}) == 1
-        if all(len(position) > 2 and _is_inside(position) for position in positions.values())
-    ]
-    pairs = {
-        (rank, peer)
-        for rank, answer in answers.items()
-        for peer in answer.get("peers", [])
-        if rank < peer and rank in answers[peer].get("peers", [])
-    }
-    return [*groups, *({rank: [0, "send and receive", -1, None] for rank in pair} for pair in sorted(pairs))]
-
-
-def _odd_ones(members: dict[int, Position]) -> set[int]:
-    """The ranks that run another collective than most ranks of a group, or one of other sizes."""
-    kinds = {rank: json.dumps([position[1], position[3:]]) for rank, position in members.items()}
-    kind, count = Counter(kinds.values()).most_common(1)[0]
-    return {rank for rank in kinds if kinds[rank] != kind} if 2 * count > len(kinds) else set()
-
-
-def _waits(frame: str) -> bool:
-    return frame.endswith(_WAITS_FOR_DEVICE) or any(place in frame for place in ("torch/", "distributed/agreement.py"))
+def _odd_ranks(members: dict[int, GroupPosition]) -> set[int]:
+    """Return the ranks that run another collective than most ranks of their group, or the same with other sizes."""
+    kinds = {rank: json.dumps([position.name, position.sizes]) for rank, position in members.items()}
+    most_common_kind, count = Counter(kinds.values()).most_common(1)[0]
+    if 2 * count <= len(kinds):
+        return set()
+    return {rank for rank, kind in kinds.items() if kind != most_common_kind}
 
 
 def describe_hang(
     answers: Answers, culprits: list[int], hosts: Mapping[int, str], stalled_seconds: float, folder: str
 ) -> str:
-    """The message for the user: the culprits, and where the other ranks wait."""
+    """Return the message for the user: the culprits, and where the other ranks wait."""
     lines = [f"no progress for {stalled_seconds:.0f} s; the run is aborted. Stacks of all ranks: {folder}"]
     for rank in culprits[:_RANKS_SHOWN]:
         host = hosts.get(rank, "an unknown host")
@@ -203,18 +260,19 @@ def describe_hang(
         lines.append(f"  and {len(culprits) - _RANKS_SHOWN} more like these")
     if not culprits:
         lines.append("  no rank can be told from the others as the one that blocks them")
-        for members in _stuck(answers)[:_RANKS_SHOWN]:
+        for members in _stuck(resolve(answers)[0])[:_RANKS_SHOWN]:
             rank, position = next(iter(members.items()))
             lines.append(
-                f"  {len(members)} ranks, the first is {rank}, are all in {position[1]}, and it does not end: see the "
-                "network between them, and the kernel messages of their hosts"
+                f"  {len(members)} ranks, the first is {rank}, are all in {position.name}, and it does not end: see "
+                "the network between them, and the kernel messages of their hosts"
             )
     waiting = {rank: answers[rank] for rank in answers.keys() - set(culprits)}
     for rank, answer in sorted(waiting.items())[:_RANKS_SHOWN]:
-        last = max(answer["collectives"].values(), key=lambda position: position[0], default=None)
-        known = f", after {last[1]} number {last[0]}" if last else ""
+        positions = [GroupPosition(*fields) for fields in answer["collectives"].values()]
+        last = max(positions, key=lambda position: position.number, default=GroupPosition(0, ""))
+        place = f", after {last.name} number {last.number}" if last.number else ""
         host = hosts.get(rank, "an unknown host")
-        lines.append(f"  rank {rank} on {host} waits: {answer['operation']}, step {answer['step']}{known}")
+        lines.append(f"  rank {rank} on {host} waits: {answer['operation']}, step {answer['step']}{place}")
     if len(waiting) > _RANKS_SHOWN:
         lines.append(f"  and {len(waiting) - _RANKS_SHOWN} more")
     lines.append(

@@ -1,8 +1,8 @@
 """Detection of bad steps: values that are not finite, and spikes of the loss or the gradient norm.
 
-A step is checked before the weights change, with values that are equal on all ranks, so that all ranks skip it or none.
-A spike is a large distance from the median of the last good steps, in units of a robust deviation (the median distance
-from the median). Bad steps never enter the window.
+A step is checked before the weights change, with values that are equal on all ranks, so that either all ranks skip it
+or no rank does. A spike is a large distance from the median of the last good steps, in units of a robust deviation (the
+median distance from the median). Bad steps never enter the window.
 """
 
 import math
@@ -16,26 +16,29 @@ NOT_FINITE = "loss or gradient norm is not finite"
 _MAD_TO_SIGMA = 1.4826
 """Standard deviation of normally distributed values over their median distance from the median."""
 _SMALLEST_LOSS_SIGMA = 0.01
-"""Relative to the loss. On a plateau the deviation approaches zero, and a harmless step would count as a spike."""
+"""Lower bound of the deviation, relative to the loss. On a plateau the deviation approaches zero, and a harmless step
+would count as a spike."""
 _SMALLEST_NORM_SIGMA = 0.1
-"""The same for the logarithm of the norm."""
+"""Lower bound of the deviation of the logarithm of the norm."""
 
 
 class SpikeDetector:
-    """Compares each step with the good steps before it; gives the same result on every rank.
+    """Comparison of each step with the previous good steps; the result is the same on every rank.
 
     Args:
         sigmas: distance from the median, in deviations, above which a step is a spike; 0 disables detection.
-        window: number of good steps to compare with. Detection starts after half of them.
+        window: number of good steps to compare with. Detection starts after half of this number.
     """
 
     def __init__(self, sigmas: float, window: int):
-        self._sigmas, self._window = sigmas, window
+        self._sigmas = sigmas
+        self._window = window
         self._losses: deque[float] = deque(maxlen=window)
         self._log_norms: deque[float] = deque(maxlen=window)
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """The fault of a step with this mean loss and norm; None for a good step, which then enters the window."""
+        """Return the fault of a step with this mean loss and norm; None for a good step, which then enters the
+        window."""
         log_norm = math.log(max(grad_norm, 1e-30))
         if self._sigmas and 2 * len(self._losses) >= self._window:
             median, sigma = median_and_sigma(self._losses)
@@ -51,12 +54,12 @@ class SpikeDetector:
         return None
 
     def restart(self) -> None:
-        """Forget all steps, where their losses say nothing about the next ones."""
+        """Forget all steps. For changes after which their losses predict nothing about the next ones."""
         self._losses.clear()
         self._log_norms.clear()
 
     def to_meta(self) -> dict[str, Any]:
-        """The window, as JSON values for the checkpoint."""
+        """Return the window as JSON values for the checkpoint."""
         return {"losses": list(self._losses), "log_norms": list(self._log_norms)}
 
     def restore(self, meta: dict[str, Any]) -> None:
@@ -66,6 +69,6 @@ class SpikeDetector:
 
 
 def median_and_sigma(values: Collection[float]) -> tuple[float, float]:
-    """The median, and the standard deviation estimated from the median distance to it."""
+    """Return the median, and the standard deviation estimated from the median distance to it."""
     median = statistics.median(values)
     return median, _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values)

@@ -1,5 +1,5 @@
-"""Folders of a run: their locks, without which a second run would cut the metrics of the first and remove its
-checkpoints, and what they must hold."""
+"""Folders of a run: their locks, without which a second run would truncate the metrics of the first and remove its
+checkpoints, and checks that they are writable and large enough."""
 
 import os
 import shutil
@@ -21,15 +21,16 @@ from glm46.storage.checkpoint.publish import LEFTOVER
 
 _FILE = "run.lock"
 _PATIENCE_SECONDS = 5.0
-"""A killed run takes a moment to release its folder."""
+"""Time to wait for a lock: a killed run takes a moment to release its folder."""
 
-_DUMP_KEY, _EVENTS_KEY = "job.dump_folder", "metrics.save_tb_folder"
+_DUMP_KEY = "job.dump_folder"
+_EVENTS_KEY = "metrics.save_tb_folder"
 _NONE: Mapping[str, Path] = MappingProxyType({})
 
 
 @contextmanager
 def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KEY) -> Iterator[None]:
-    """Report a failed write to a run's folders as a mistake of the user. For writes without which the run cannot start.
+    """Raise UserError for a failed write to the folders of a run. For writes without which the run cannot start.
 
     Args:
         folder: the folder of `key`.
@@ -42,7 +43,7 @@ def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KE
         yield
     except OSError as error:
         failed = Path(error.filename or folder)
-        key, folder = next((of for of in apart.items() if failed.is_relative_to(of[1])), (key, folder))
+        key, folder = next((entry for entry in apart.items() if failed.is_relative_to(entry[1])), (key, folder))
         raise UserError(
             f"{key} = {str(folder)!r}: {failed} cannot be written: {error.strerror}; free "
             "space, allow writing, or set another folder"
@@ -50,32 +51,32 @@ def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KE
 
 
 def refuse_small_disk(plan: Plan, processes: int) -> None:
-    """Raise UserError if a disk of this node cannot hold one checkpoint beside what is there, apart from what the next
-    save removes before it writes: earlier checkpoints go after it.
+    """Raise UserError if a disk of this node has no space for one more checkpoint. Leftovers of failed saves count as
+    free space, because the next save removes them first; earlier checkpoints do not, because they are removed after it.
 
     Args:
-        processes: ranks of this node, whose shards checkpoint.node_local_folder takes.
+        processes: number of ranks of this node, whose shards checkpoint.node_local_folder stores.
     """
-    config, size = plan.config.checkpoint, checkpoint_size(plan)
+    config = plan.config.checkpoint
+    size = checkpoint_size(plan)
     if not config.enable:
         return
     places = {"checkpoint.folder": (plan.config.checkpoint_folder, 1.0, "one checkpoint")}
     if config.node_local_folder:
-        share, what = (
-            processes / plan.layout.world_size,
-            f"the shards of {counted(processes, 'rank')} of one checkpoint",
-        )
+        share = processes / plan.layout.world_size
+        what = f"the shards of {counted(processes, 'rank')} of one checkpoint"
         places["checkpoint.node_local_folder"] = Path(config.node_local_folder), share, what
     faults = []
     for key, (folder, share, what) in places.items():
         with writing(folder, key=key):
-            needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
+            need = share * size.total
+            free = shutil.disk_usage(_existing(folder)).free
         leftovers = (path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
         files = (file for path in leftovers for file in path.rglob("*") if file.is_file())
-        if needed > free and needed > free + sum(file.stat().st_size for file in files):
-            of = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
+        if need > free and need > free + sum(file.stat().st_size for file in files):
+            parts = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
             faults.append(
-                f"{key} = {str(folder)!r}: {what} takes {_size(needed)} {of}, and {_size(free)} of its disk are free; "
+                f"{key} = {str(folder)!r}: {what} takes {_size(need)} {parts}, and {_size(free)} of its disk are free; "
                 f"it must fit beside those that are there; free space, set another {key}, or "
                 "set checkpoint.enable = false"
             )
@@ -91,8 +92,11 @@ def _size(count: float) -> str:
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:
-    """Raise UserError if nothing can be written where a folder is or would be made."""
-    with writing(folder, key=key), tempfile.TemporaryFile(dir=_existing(folder)) as file:
+    """Raise UserError if nothing can be written at the location of a folder, which may not exist yet."""
+    existing = _existing(folder)
+    if existing.is_file():
+        raise UserError(f"{key} = {str(folder)!r}: {existing} is a file, not a folder; set another folder")
+    with writing(folder, key=key), tempfile.TemporaryFile(dir=existing) as file:
         file.write(b"\0" * 4096)
 
 
@@ -102,39 +106,34 @@ class _Taken:
 
     lock: FileLock
     place: Path
-    """The folder that it locks."""
+    """The locked folder."""
     made: Sequence[Path]
-    """Folders that were made for it, the innermost first."""
+    """Folders that were created for the lock, the innermost first."""
 
 
 class RunLocks:
-    """The locks of the folders of a run, held by this process until `close`; by other ranks than the first, none."""
+    """Locks of the folders of a run, held by the first rank until `close`; other ranks hold no locks."""
 
     def __init__(self, taken: Sequence[_Taken] = ()):
         self._taken = taken
 
-    def retake(self) -> str:
-        """Take the locks again whose files were deleted during the run; returns a text that says who holds one now."""
-        lost = [taken.lock for taken in self._taken if not taken.lock.retake()]
-        return "".join(f"; {lock.holder()} trains in {lock.path.parent} too: stop one of both" for lock in lost)
-
     def close(self, *, is_refused: bool = False) -> None:
-        """Release them. Idempotent.
+        """Release the locks. Idempotent.
 
         Args:
-            is_refused: remove the locks of folders that hold nothing else, and of these the ones that were made.
+            is_refused: remove the locks of folders that contain nothing else, and folders that were created for them.
         """
         for taken in self._taken:
             is_unused = is_refused and _is_unused(taken)
             taken.lock.release(remove=is_unused)
             if is_unused:
-                with suppress(OSError):  # something else lies in it
+                with suppress(OSError):  # not empty
                     for folder in taken.made:
                         folder.rmdir()
 
 
 def _is_unused(taken: _Taken) -> bool:
-    """True if the folder holds nothing but the lock, once the watchdogs of other ranks have removed their files."""
+    """True if the folder contains only the lock, after the watchdogs of other ranks have removed their files."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while (others := {path.name for path in taken.place.glob("*")} - {taken.lock.path.name}) == {HANG_FOLDER}:
         if time.monotonic() >= end:
@@ -148,7 +147,7 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
 
     Args:
         folder: job.dump_folder.
-        apart: folders outside of it, by their keys.
+        apart: folders outside of job.dump_folder, by their keys.
 
     Raises:
         UserError: another process holds a lock, or a folder cannot be written.
@@ -181,7 +180,7 @@ def refuse_locked(folder: Path, apart: Mapping[str, Path] = _NONE) -> None:
 
 
 def _lock_of(key: str, place: Path) -> FileLock:
-    # Beside the folder of event files: a new run renames the folder itself.
+    # Next to the folder of event files, not in it: a new run renames that folder.
     return FileLock(place.with_name(f"{place.name}.{_FILE}") if key == _EVENTS_KEY else place / _FILE)
 
 
@@ -193,8 +192,9 @@ def _held(key: str, place: Path, lock: FileLock) -> str:
 
 
 def outer_run(folder: Path, dump_folder: Path) -> Path | None:
-    """The output folder of another run that a folder lies in, if any."""
-    own = dump_folder.absolute()
+    """Return the output folder of another run that contains a folder, or None."""
+    absolute = dump_folder.absolute()
     return next(
-        (path for path in folder.absolute().parents if (path / _FILE).exists() and not own.is_relative_to(path)), None
+        (path for path in folder.absolute().parents if (path / _FILE).exists() and not absolute.is_relative_to(path)),
+        None,
     )

@@ -1,8 +1,8 @@
-"""Detection of a slow rank: compares each rank's own time per step with that of the other ranks.
+"""Detection of a slow rank: compares the own time of each rank per step with the other ranks.
 
 A step takes equally long on all ranks, because the fast ones wait for the slow one. A rank's own time is the time in
 which it does not wait for others: reading data, its part of forward and backward, and any delay of its own. With a GPU
-it is reading data, and the device time of the forward of its layers in one micro-batch (`OwnDeviceTime`).
+it is the time to read data, and the device time of the forward of its layers in one micro-batch (`OwnDeviceTime`).
 """
 
 import statistics
@@ -24,11 +24,11 @@ _WARM_UP_STEPS = 2
 _EXCHANGE_STEPS = 10
 """Number of steps between two comparisons."""
 _LEAST_EXCESS = 0.1
-"""A rank is slow if its pace exceeds that of the others by this fraction,"""
+"""Fraction by which the pace of a slow rank exceeds the pace of the others; `_ERRORS` and `_SPREADS` apply too."""
 _ERRORS = 6.0
-"""by this many standard errors of the medians,"""
+"""Standard errors of the medians by which the pace of a slow rank exceeds the pace of the others."""
 _SPREADS = 4.0
-"""and by this many deviations of the others from each other, in two comparisons in a row."""
+"""Deviations of the others from each other by which a slow rank exceeds them, in two comparisons in a row."""
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean, for normally distributed values: sqrt(pi / 2)."""
 
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
 
 
 class Slowest(NamedTuple):
-    """The slowest rank relative to others with the same layers."""
+    """Slowest rank relative to others with the same layers."""
 
     rank: int
     seconds: float
@@ -57,16 +57,17 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
-    """The slowest rank relative to the others of its pipeline stage, which have the same work.
+    """Find the slowest rank relative to the others of its pipeline stage, which have the same work.
 
     Args:
-        paces: of all ranks, in rank order.
+        paces: paces of all ranks, in rank order.
         stages: number of pipeline stages; the ranks of a stage are consecutive.
 
     Returns:
         None if every stage has one rank.
     """
-    size, found = len(paces) // stages, []
+    size = len(paces) // stages
+    candidates = []
     for first in range(0, len(paces), size) if size > 1 else ():
         members = paces[first : first + size]
         medians = [pace.median for pace in members]
@@ -76,14 +77,14 @@ def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
         error = hypot(members[slowest].error, statistics.median(pace.error for pace in others) / sqrt(len(others)))
         excess = members[slowest].median - middle
         stands_out = excess > max(_LEAST_EXCESS * middle, _ERRORS * error, _SPREADS * spread)
-        found.append(Slowest(first + slowest, members[slowest].median, max(middle, 1e-9), stands_out))
-    return max(found, key=lambda slowest: slowest.ratio) if found else None
+        candidates.append(Slowest(first + slowest, members[slowest].median, max(middle, 1e-9), stands_out))
+    return max(candidates, key=lambda slowest: slowest.ratio) if candidates else None
 
 
 class Stragglers:
-    """Times this rank's steps and compares them with those of the others; the result is equal on every rank.
+    """Timing of this rank's steps, compared with the other ranks; the result is equal on every rank.
 
-    The paces travel in the all-reduce before each step: the caller sums `shared_paces` over all ranks and passes the
+    The paces are part of the all-reduce before each step: the caller sums `shared_paces` over all ranks and passes the
     sum to `update`.
 
     Args:
@@ -91,10 +92,14 @@ class Stragglers:
     """
 
     def __init__(self, rank: int, world_size: int, stages: int, device_time: OwnDeviceTime | None = None):
-        self._rank, self._world_size, self._stages, self._device_time = rank, world_size, stages, device_time
+        self._rank = rank
+        self._world_size = world_size
+        self._stages = stages
+        self._device_time = device_time
         self._before_work = 0.0
         self._times: deque[float] = deque(maxlen=_WINDOW)
-        self._steps, self._began = 0, own_clock()
+        self._steps = 0
+        self._began = own_clock()
         self._slowest: Slowest | None = None
         self._suspect: int | None = None
         self._named: int | None = None
@@ -109,7 +114,7 @@ class Stragglers:
         """End timing: the gradients were complete at this time of `own_clock`.
 
         Args:
-            is_typical: False does not count the time; equal on all ranks.
+            is_typical: False to ignore the time of this step; equal on all ranks.
         """
         self._steps += 1
         seconds = own_time - self._began
@@ -119,9 +124,9 @@ class Stragglers:
             self._times.append(seconds)
 
     def shared_paces(self) -> list[int]:
-        """Median and error of each rank in nanoseconds; those of other ranks are 0.
+        """Return median and error of each rank in nanoseconds; the values of other ranks are 0.
 
-        Empty if this step compares nothing: with one rank, in most steps, and at the start.
+        Empty if this step has no comparison: with one rank, in most steps, and at the start.
         """
         if self._world_size == 1 or self._steps % _EXCHANGE_STEPS or len(self._times) < _FEWEST_STEPS:
             return []
@@ -134,7 +139,7 @@ class Stragglers:
         return shared
 
     def update(self, shared: Sequence[int]) -> str | None:
-        """Compare the paces. Called in every step, before the work on the device.
+        """Compare the paces. Call it in every step, before the work on the device.
 
         Args:
             shared: the sum of `shared_paces` over all ranks.
@@ -148,12 +153,14 @@ class Stragglers:
         paces = [Pace(a / 1e9, b / 1e9) for a, b in zip(shared[::2], shared[1::2], strict=True)]
         self._slowest = slowest = find_slowest(paces, self._stages)
         suspect = slowest.rank if slowest is not None and slowest.stands_out else None
-        is_sure, self._suspect = suspect == self._suspect, suspect
+        is_sure = suspect == self._suspect
+        self._suspect = suspect
         if not is_sure or suspect == self._named:
             return None
-        before, self._named = self._named, suspect
+        previous = self._named
+        self._named = suspect
         if slowest is None or suspect is None:
-            return f"rank {before} is as fast as the others again"
+            return f"rank {previous} is as fast as the others again"
         what = "of its own per step" if self._device_time is None else "to read and compute forward of a micro-batch"
         return (
             f"rank {suspect} is slow: {slowest.seconds:.3g} s {what}, the others {slowest.others:.3g} s "
@@ -161,7 +168,7 @@ class Stragglers:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Columns of metrics.jsonl, from the last comparison."""
+        """Return columns of metrics.jsonl from the last comparison."""
         if self._slowest is None:
             return {}
         return {"slowest_rank": self._slowest.rank, "slowest_rank_ratio": self._slowest.ratio}

@@ -1,8 +1,8 @@
-"""The watchdog: finds a hung rank, names it, keeps every rank's stacks and flight recorder, and ends the run.
+"""Watchdog: finds a hung rank, names it, saves the stacks and flight recorder of every rank, and ends the run.
 
 A hang raises no error: one rank sleeps, spins or is stopped, and all others wait for it in a collective, until the
 timeout of the process group or forever. A thread of each rank watches the progress of its training. The first one that
-finds none sets an alarm in the store of the process group; then every rank reports its state there.
+finds no progress sets an alarm in the store of the process group; then every rank reports its state there.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 from glm46.compat import clone_store
 from glm46.compute.distributed.process import Process
-from glm46.engine.observe.history import WatchedFolder
 from glm46.engine.reliability.alarm import Alarm
-from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
+from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits
+from glm46.engine.reliability.stack_frames import innermost_frames
 from glm46.engine.reliability.stop import EXIT_HANG
 from glm46.engine.reliability.verdict import VERDICT_FILE, write_verdict
 
@@ -34,16 +34,16 @@ _TICK_SECONDS = 0.25
 _ASK_SECONDS = 1.0
 """Time between two checks of the alarm in the store, by a rank that makes progress."""
 _STORE_SECONDS = 30.0
-"""After this time without an answer from the store, a rank cannot know whether the others run, and ends."""
+"""Time without an answer from the store after which a rank ends: it cannot know whether the others still run."""
 _CALL_SECONDS = 2.0
 """Longest wait for one call that may hang: to the store, or to a file on an unreachable network disk."""
 _LIMIT_PER_P95 = 5.0
 _TIMED_STEPS = 20
-"""Number of timed steps before their times set the limit; until then it is the limit of the start."""
+"""Number of timed steps before their times set the limit; until then the limit of the start applies."""
 _WARM_UP_STEPS = 2
 """Number of first steps that are not timed: they compile and fill caches."""
 _ANSWER_SECONDS = 2.0
-"""Time that ranks have to answer an alarm: a check of the store, some ticks, and a busy machine."""
+"""Time for ranks to answer an alarm: a check of the store, some ticks, and delays of a busy machine."""
 _LINGER_SECONDS = 0.4
 _PATIENCE_SECONDS = 15.0
 """This process ends within this time after an alarm, whatever else hangs."""
@@ -54,33 +54,40 @@ _Result = TypeVar("_Result")
 
 
 class Watchdog:
-    """Watches this rank; ends the process with `EXIT_HANG` when some rank hangs. Making it is collective.
+    """Watches this rank; ends the process with `EXIT_HANG` when some rank hangs. Its construction is collective.
 
     Args:
-        folder: for stacks and flight recorders, one file for each rank.
+        folder: folder for stacks and flight recorders, with one file for each rank.
         shortest_seconds: lower bound of the limit; 0 disables the watchdog.
-        start_seconds: the limit until enough steps are timed, and its upper bound afterwards.
+        start_seconds: the limit until enough steps are timed; afterwards the upper bound of the limit.
     """
 
     def __init__(self, process: Process, folder: Path, *, shortest_seconds: float, start_seconds: float):
-        self._process, self._folder = process, folder
-        self._shortest, self._start_limit = shortest_seconds, start_seconds
-        self._operation, self._step, self._since = "starting", 0, time.monotonic()
+        self._process = process
+        self._folder = folder
+        self._shortest = shortest_seconds
+        self._start_limit = start_seconds
+        self._operation = "starting"
+        self._step = 0
+        self._since = time.monotonic()
         self._is_watched = False
         self._times: deque[float] = deque(maxlen=1000)
         self._size: tuple[int, ...] = ()
-        self._steps_seen, self._step_began = 0, time.monotonic()
+        self._steps_seen = 0
+        self._step_began = time.monotonic()
         self._main = threading.main_thread().ident or 0
         self._end = threading.Event()
-        self._answered_at, self._has_alarm = time.monotonic(), False
+        self._answered_at = time.monotonic()
+        self._has_alarm = False
         if not shortest_seconds:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if process.is_main:
-            (folder / VERDICT_FILE).unlink(missing_ok=True)  # of an earlier start
-        self._stacks_path, self._above = folder / f"stacks-rank{process.rank}.txt", WatchedFolder(folder.parent)
+            (folder / VERDICT_FILE).unlink(missing_ok=True)  # from an earlier start
+        self._stacks_path = folder / f"stacks-rank{process.rank}.txt"
+        self._parent = folder.parent.stat()
         self._stacks = self._stacks_path.open("w")
-        # Runs in C, without the interpreter: works even if a thread never releases it.
+        # Runs in C, without the interpreter: works even if a thread never releases the GIL.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self._alarm = Alarm(clone_store(), process.rank, process.world_size) if process.world_size > 1 else None
         if self._alarm is not None:
@@ -95,15 +102,18 @@ class Watchdog:
             self._steps_seen += 1
             if self._steps_seen > _WARM_UP_STEPS:
                 self._times.append(now - self._step_began)
-        self._step_began, self._step = now, step
+        self._step_began = now
+        self._step = step
         self.operation("reading data")
         self._is_watched = True
 
     def operation(self, name: str, size: tuple[int, ...] | None = None) -> None:
         """Set the current operation. A step of another size may compile again, so it discards the measured times."""
-        self._operation, self._since = name, time.monotonic()
+        self._operation = name
+        self._since = time.monotonic()
         if size not in (None, self._size):
-            self._size, self._steps_seen = size, 0
+            self._size = size
+            self._steps_seen = 0
             self._times.clear()
 
     @contextmanager
@@ -118,7 +128,7 @@ class Watchdog:
         self._is_watched = True
 
     def check_store(self) -> None:
-        """End this rank as cut off if the store does not answer. Call it in the handler of an error.
+        """End this rank if the store does not answer. Call it in the handler of an error.
 
         Ranks that cannot reach the store end one by one, and each breaks the connections of the others. A rank that
         gets such an error before its own time limit ends with the same code, so that the launcher restarts the run.
@@ -128,16 +138,17 @@ class Watchdog:
             self._end_alone(time.monotonic() - self._answered_at)
 
     def limit_seconds(self) -> float:
-        """Time without progress that counts as a hang: five times the 95th percentile of the last step times.
+        """Return the time without progress that counts as a hang: five times the 95th percentile of the last step
+        times.
 
-        One step in twenty may be an outage that the run survived, from the first limit on, without raising it. The
-        limit stays between `shortest_seconds` and `start_seconds`.
+        A percentile, because one step in twenty may contain an outage that the run survived, which must not raise the
+        limit. The limit stays between `shortest_seconds` and `start_seconds`.
         """
         if len(self._times) < _TIMED_STEPS:
             return max(self._start_limit, self._shortest)
         times = sorted(self._times)
-        found = _LIMIT_PER_P95 * times[math.ceil(0.95 * len(times)) - 1]
-        return max(min(found, self._start_limit), self._shortest)
+        limit = _LIMIT_PER_P95 * times[math.ceil(0.95 * len(times)) - 1]
+        return max(min(limit, self._start_limit), self._shortest)
 
     def close(self) -> None:
         """Stop watching."""
@@ -151,40 +162,38 @@ class Watchdog:
                 if self._stacks_path.stat().st_size == 0:
                     self._stacks_path.unlink()
             except OSError as error:
-                # The report says what was deleted above; an empty file is no loss.
-                if not (isinstance(error, FileNotFoundError) and (self._folder.exists() or self._above.is_another())):
+                # A deleted dump folder has its own message; the loss of an empty file does not matter.
+                if not isinstance(error, FileNotFoundError) or self._has_same_parent():
                     changed = "the folder was changed while the run used it"
                     print(f"{self._stacks_path}: {error.strerror}: {changed}", file=sys.stderr)
-            self._above.close()
             with contextlib.suppress(OSError):  # not empty, or removed by another rank
                 self._folder.rmdir()
 
-    def folder_is_new(self) -> None:
-        """Make the folder again where the one above it was deleted or renamed, and made again."""
-        if self._shortest and self._above.is_another():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            again = os.open(self._stacks_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(again, self._stacks.fileno(), inheritable=False)
-            os.close(again)
+    def _has_same_parent(self) -> bool:
+        """True if the folder of the folder was neither deleted nor replaced."""
+        parent = self._folder.parent
+        return parent.exists() and os.path.samestat(parent.stat(), self._parent)
 
     def _listen(self, alarm: Alarm) -> None:
-        """Check the store for an alarm, in a thread of its own: a call to an unreachable store has no time limit."""
+        """Check the store for an alarm, in a separate thread: a call to an unreachable store has no time limit."""
         while not self._end.wait(_ASK_SECONDS / (4 if self._is_late() else 1)):
             with contextlib.suppress(RuntimeError):  # a broken connection counts as no answer
                 self._has_alarm = alarm.is_set()
                 self._answered_at = time.monotonic()
 
     def _is_late(self) -> bool:
-        """True if this rank may soon be found to hang; then an alarm is likely and has to be heard soon."""
+        """True if this rank may soon count as hung; then an alarm is likely, and the store is checked more often."""
         return self._is_watched and time.monotonic() - self._since > self._shortest / 2
 
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._end.wait(_TICK_SECONDS):
             now = time.monotonic()
-            # Time in which this thread did not run either does not count: the machine or the run was suspended.
+            # Time in which this thread did not run does not count: the machine or the run was suspended.
             pause = max(now - last - 4 * _TICK_SECONDS, 0.0)
-            self._since, self._answered_at, last = self._since + pause, self._answered_at + pause, now
+            self._since = self._since + pause
+            self._answered_at = self._answered_at + pause
+            last = now
             if self._has_alarm or self._is_watched and now - self._since > self.limit_seconds():
                 self._end_run(now - self._since)
             if self._alarm is not None and now - self._answered_at > _STORE_SECONDS:
@@ -193,7 +202,8 @@ class Watchdog:
     def _end_alone(self, seconds: float) -> None:
         """End this rank, which cannot reach the store."""
         self._end_for_sure()
-        rank, host = self._process.rank, socket.gethostname()
+        rank = self._process.rank
+        host = socket.gethostname()
         print(
             f"error: rank {rank} on {host} has had no answer from the store of the run for {seconds:.0f} s, at step "
             f"{self._step}: the first node or the network to it has failed. This rank ends",
@@ -207,7 +217,8 @@ class Watchdog:
         """Make sure that the process ends, even if a later call hangs, or the interpreter is blocked (second timer)."""
 
         def give_up() -> None:
-            # Not print, whose lock the report may hold; and the reader of the output may be stopped.
+            # os.write instead of print: the report may hold the lock of print, and the reader of the output may be
+            # stopped.
             text = f"error: rank {self._process.rank} ends, {_PATIENCE_SECONDS:.0f} s after the alarm\n"
             _within(_CALL_SECONDS, os.write, 2, text.encode())
             os._exit(EXIT_HANG)
@@ -218,18 +229,19 @@ class Watchdog:
         faulthandler.dump_traceback_later(_PATIENCE_SECONDS + 1.0, exit=True, file=self._stacks)
 
     def _keep_stacks(self) -> None:
-        # Faulthandler blocks the interpreter while it writes, and the disk of the folder may not answer.
+        # Faulthandler blocks the interpreter while it writes, and the disk of the folder may not answer: write to a
+        # local file first.
         with tempfile.TemporaryFile() as local:
             faulthandler.dump_traceback(local, all_threads=True)
             local.seek(0)
             stacks = local.read()
-        with contextlib.suppress(OSError):
-            self.folder_is_new()
         os.write(self._stacks.fileno(), stacks)
 
     def _end_run(self, stalled_seconds: float) -> None:
         self._end_for_sure()
-        rank, size, alarm = self._process.rank, self._process.world_size, self._alarm
+        rank = self._process.rank
+        size = self._process.world_size
+        alarm = self._alarm
         if alarm is not None and _within(_CALL_SECONDS, alarm.is_reported):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
@@ -240,32 +252,33 @@ class Watchdog:
             "stack": innermost_frames(sys._current_frames().get(self._main)),
             **collectives,
         }
-        alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
+        local_answer = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
         end = time.monotonic() + _ANSWER_SECONDS
-        # Before the files, on a disk that may take all of its time: the others wait for the answer.
+        # Answer before writing files to a disk that may be slow: the other ranks wait for the answer.
         number = _within(_CALL_SECONDS, alarm.answer, answer) if alarm is not None else None
         _within(_CALL_SECONDS, self._keep_stacks)
         if recorder:
             _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
-        found, hung = None, None
+        answers_of_all = None
+        hung = None
         if alarm is not None and number == 1:
-            found = _within(_ANSWER_SECONDS + _CALL_SECONDS, alarm.answers, end)
+            answers_of_all = _within(_ANSWER_SECONDS + _CALL_SECONDS, alarm.answers, end)
         elif alarm is not None and number:  # the first one may wait for its disk before it reports
-            more = 2 * _CALL_SECONDS
-            hung = _within(_ANSWER_SECONDS + more + _CALL_SECONDS, alarm.hung_here, end + more)
+            extra_seconds = 2 * _CALL_SECONDS
+            hung = _within(_ANSWER_SECONDS + extra_seconds + _CALL_SECONDS, alarm.hung_here, end + extra_seconds)
         if hung is None:
-            answers, processes = found or alone
+            answers, processes = answers_of_all or local_answer
             hosts = {rank: host for rank, (host, _) in processes.items()}
             culprits = find_culprits(answers, size)
             text = describe_hang(answers, culprits, hosts, stalled_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
-            silent = [processes[of] for of in processes.keys() - answers.keys()]
-            if alarm is not None and found:
+            silent = [processes[silent_rank] for silent_rank in processes.keys() - answers.keys()]
+            if alarm is not None and answers_of_all:
                 _within(_CALL_SECONDS, alarm.report, silent)
                 hung = _within(_CALL_SECONDS, alarm.hung_here, end)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
-            if found or size == 1:  # without the store, a rank cannot know which other rank hung
-                # Not most of the ranks: whatever separates them, such as a switch, is on none of their hosts.
+            if answers_of_all or size == 1:  # without the store, a rank cannot know which other rank hung
+                # If most ranks are culprits, no host is named: the cause is then rather outside, such as a switch.
                 named = culprits if 2 * len(culprits) <= size or size == 1 else []
                 _within(_CALL_SECONDS, write_verdict, self._folder, named, hosts, self._step)
         _kill(hung or [])
@@ -275,8 +288,8 @@ class Watchdog:
 
 
 def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
-    """The result of a call that may hang, made in a thread of its own; None after the time limit, or if store or disk
-    refuse."""
+    """Return the result of a call that may hang, made in a separate thread; None after the time limit, or if the store
+    or the disk fails."""
     results = []
 
     def work() -> None:
@@ -290,8 +303,8 @@ def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _R
 
 
 def _kill(hung: Collection[int]) -> None:
-    """Get the stacks of hung ranks on this host, and kill them: torchrun would wait for a stopped rank, which SIGTERM
-    does not end."""
+    """Let hung ranks on this host write their stacks, and kill them: SIGTERM does not end a stopped rank, for which
+    torchrun would wait."""
     for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGKILL) if hung else ():
         for process_id in hung:
             with contextlib.suppress(ProcessLookupError):

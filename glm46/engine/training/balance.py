@@ -14,21 +14,21 @@ from glm46.run.schedule import schedule_value
 
 
 def routing_options(moe: MoEConfig) -> RoutingOptions:
-    """Options that training adds to the routing by [moe]."""
+    """Return the routing options that [moe] requests for training."""
     return RoutingOptions(
         capacity_factor=moe.capacity_factor,
-        # Throughout the run if any weight of the schedule is above 0: these flags are constants of compiled layers.
+        # On for the entire run if any weight of the schedule is above 0: these flags are constants of compiled layers.
         balance_loss=any(values_of(moe.sequence_aux_loss_weight)),
         z_loss=any(values_of(moe.z_loss_weight)),
     )
 
 
 def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoEConfig, clock: int) -> Tensor:
-    """Part of the step's loss from the auxiliary losses of some layers.
+    """Compute the part of the step's loss from the auxiliary losses of some layers.
 
     Args:
-        aux_losses: FP32 [2] as in `LossSums`.
-        real_tokens: of the whole step.
+        aux_losses: FP32 [2], see `LossSums`.
+        real_tokens: real tokens of the complete step, over all ranks.
         clock: tokens of the curriculum before the step.
     """
     balance, z = aux_losses / max(real_tokens, 1)
@@ -45,13 +45,13 @@ class ExpertBalance:
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
         self.rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
-        """Indices of this rank's MoE layers among those of the whole model. On its device: a list would be copied there
-        in every step, and the host would wait."""
+        """Indices of this rank's MoE layers among all MoE layers of the model. On the device: a list would be copied
+        there in every step, and the host would wait."""
         self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
 
     @property
     def layers(self) -> int:
-        """MoE layers of the whole model."""
+        """Number of MoE layers of the complete model."""
         return self._average_counts.shape[0]
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class ExpertBalance:
                 router.e_score_correction_bias.clamp_(-self.config.bias_clamp, self.config.bias_clamp)
 
     def largest_bias(self, pipeline: dist.ProcessGroup | None) -> float:
-        """Largest absolute bias of the whole model. Collective over `pipeline`; waits for the device."""
+        """Return the largest absolute bias of the complete model. Collective over `pipeline`; waits for the device."""
         largest = torch.zeros((), device=self._average_counts.device)
         for router in self.routers.values():
             largest = torch.maximum(largest, router.e_score_correction_bias.abs().max())
@@ -90,12 +90,12 @@ class ExpertBalance:
         return largest.item()  # sync: a row of metrics
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Tensors of a checkpoint besides the biases, which are buffers of the model."""
+        """Return the tensors of a checkpoint, without the biases, which are buffers of the model."""
         return {"average_counts": self._average_counts} if self.config.balance == "proportional" else {}
 
 
 def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, float]:
-    """Metrics of the balance of experts in one step.
+    """Compute metrics of the balance of experts in one step.
 
     Args:
         tokens_per_expert: int64 [layers, E] on the CPU, kept assignments, summed over all ranks.
@@ -113,7 +113,8 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
     share_L = mean_L.clamp(min=1.0 / tokens_LE.shape[1])
     cv_L = tokens_LE.std(1, correction=0) / share_L
     is_used_L = mean_L > 0
-    lost, kept = int(overflow.sum()), tokens_LE.sum()
+    lost = int(overflow.sum())
+    kept = tokens_LE.sum()
     values = {
         "expert_balance_cv": cv_L.mean(),
         "expert_balance_cv_max": cv_L.max(),

@@ -1,4 +1,4 @@
-"""Layout of a run for the first message: the mesh, and the memory of each rank."""
+"""Layout of a run for its first message: the mesh, and the memory of each rank."""
 
 from collections.abc import Mapping
 from math import prod
@@ -22,8 +22,9 @@ _RANKS_SHOWN = 4
 
 
 def describe_layout(task: Task) -> list[str]:
-    """Lines about the mesh and the memory of the ranks. Collective."""
-    layout, parallelism = task.plan.layout, task.plan.config.parallelism
+    """Return lines about the mesh and the memory of the ranks. Collective."""
+    layout = task.plan.layout
+    parallelism = task.plan.config.parallelism
     several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
     schedule = f"other layers, schedule {parallelism.pipeline_parallel_schedule}{several}"
     axes = [
@@ -49,14 +50,15 @@ def describe_layout(task: Task) -> list[str]:
         lines.append(f"float8       {describe_float8(task.plan.shape, task.plan.config.float8, layout.tp)}")
     if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype is not None:
         lines.append(f"base         {describe_base(task.plan.shape, task.plan.config.adapter.base_dtype)}")
-    held: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
-    return lines + _memory_lines(held, layout.pp)
+    rank_memory: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(rank_memory, _rank_memory(list(task.networks.values())))
+    return lines + _memory_lines(rank_memory, layout.pp)
 
 
 def whole_role_table(network: TrainedNetwork) -> list[RoleRow]:
-    """Roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
-    table, pipeline = network.optimizer.role_table, network.cluster.meshes.pipeline
+    """Return the roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
+    table = network.optimizer.role_table
+    pipeline = network.cluster.meshes.pipeline
     if pipeline is None:
         return table
     tables: list = [None] * dist.get_world_size(pipeline)
@@ -65,28 +67,29 @@ def whole_role_table(network: TrainedNetwork) -> list[RoleRow]:
 
 
 def _attention(task: Task) -> str:
-    """A text about the kernel of attention and the tokens that each token sees."""
-    config, cp = task.plan.config, task.plan.layout.cp
+    """Describe the attention kernel, and the tokens that each token attends to."""
+    config = task.plan.config
+    cp = task.plan.layout.cp
     windows = dict.fromkeys(stage.shape.sliding_window for stage in task.plan.text_stages)
     has_window = any(window is not None for window in windows)
     if cp == 1 and not config.data.document_mask and not has_window:
         return f"causal, by torch's scaled_dot_product_attention{flash_package()}"
-    said = [describe_core(task.cluster.device, getattr(torch, config.training.mixed_precision_param))]
+    parts = [describe_core(task.cluster.device, getattr(torch, config.training.mixed_precision_param))]
     if config.data.document_mask:
-        said.append("within documents")
+        parts.append("within documents")
     if has_window:
-        said.append(f"window of {', then '.join('all' if w is None else f'{w:,}' for w in windows)} tokens")
+        parts.append(f"window of {', then '.join('all' if w is None else f'{w:,}' for w in windows)} tokens")
     if cp > 1:
         rows = config.training.local_batch_size
         travel = any(task.plan.keys_travel(s.shape, (rows, s.seq_len)) for s in task.plan.text_stages)
         how = "passed around" if travel else "exchanged over" if has_window else "gathered over"
-        said.append(f"keys {how} {cp} ranks")
-    return ", ".join(said)
+        parts.append(f"keys {how} {cp} ranks")
+    return ", ".join(parts)
 
 
 def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, int, int]:
-    """First and last layer of each local stage; number of local parameters; bytes of these and of the gradients, which
-    have their types; bytes of optimizer states."""
+    """Return the first and last layer of each local stage, the number of local parameters, the bytes of parameters and
+    gradients (which have the same types), and the bytes of optimizer states."""
     layers = [[int(number) for number in model.layers] for model in networks[0].models]
     trained = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
     frozen = [local_tensor(parameter) for network in networks for parameter in network.frozen.values()]
@@ -102,15 +105,16 @@ def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, i
 
 
 def _weights(frozen: Mapping[str, Tensor]) -> int:
-    """Weights of this rank's parts, without scales."""
+    """Count the weights of this rank's parts, without scales."""
     scales = {scales_name(name): frozen.get(scales_name(name)) for name in frozen}
     local = {name: local_tensor(parameter) for name, parameter in frozen.items() if name not in scales}
     return sum(prod(part.shape[:-1]) * columns_of(part, scales[scales_name(name)]) for name, part in local.items())
 
 
 def _memory_lines(held: list, stages: int) -> list[str]:
-    """One line per pipeline rank: its layers, and the smallest and largest memory among its ranks."""
-    per_stage, lines = len(held) // stages, []
+    """Format one line per pipeline rank: its layers, and the smallest and largest memory among its ranks."""
+    per_stage = len(held) // stages
+    lines = []
     for stage in range(stages):
         ranks = held[stage * per_stage :][:per_stage]
         first = stage * per_stage

@@ -1,4 +1,4 @@
-"""The training loop: steps until the budget is spent or a signal requests a stop."""
+"""Training loop: steps until the budget is spent or a signal requests a stop."""
 
 import gc
 import shlex
@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from glm46.compute.distributed.collective_errors import catch_user_error, on_first_rank, raise_on_all_ranks
-from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, Diverged, StopRequest
+from glm46.compute.distributed.collective_errors import catch_user_error, raise_on_all_ranks
+from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, StopRequest
 from glm46.engine.training.named_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step import NOT_FINITE, StepOutcome, train_step
-from glm46.engine.training.step_metrics import identity
 from glm46.engine.training.task import StepBatches, Task
 from glm46.engine.training.totals import StepTotals, count_step, from_tensors, to_tensors
+from glm46.engine.training.weight_source import WeightSource
 from glm46.run.curriculum import stage_at
 from glm46.run.flops import batch_flops
 from glm46.run.schedule import batch_sequences, learning_rate_factor
@@ -31,16 +31,19 @@ class NextStep(NamedTuple):
     batches: StepBatches
     totals: StepTotals
     must_stop: bool
-    """Some rank has received a stop signal."""
+    """True if some rank has received a stop signal."""
 
 
 class RollbackNeeded(Exception):
-    """More consecutive skipped steps than [training] max_skipped_steps, or non-finite weights or states. Raised on all
-    ranks."""
+    """Raised on all ranks after more consecutive skipped steps than [training] max_skipped_steps, or if weights or
+    states are not finite."""
 
 
-def train(task: Task, services: Services, progress: Progress) -> int:
+def train(task: Task, services: Services, progress: Progress, weights: WeightSource) -> int:
     """Train until the budget is spent or a stop is requested; save, export and report the end. Collective.
+
+    Args:
+        weights: exports the main network.
 
     Returns:
         Exit code: 0 if the budget is spent, EXIT_STOPPED if a signal stopped the run and it was saved, 128 + n if
@@ -49,34 +52,33 @@ def train(task: Task, services: Services, progress: Progress) -> int:
     Raises:
         RollbackNeeded: to continue from an earlier checkpoint.
     """
-    plan, config, metrics = task.plan, task.plan.config, services.metrics
-    services.heartbeat.begins(
-        step=progress.step,
-        tokens=progress.tokens,
-        budget=plan.budget_tokens,
-        save_interval=config.checkpoint.interval if config.checkpoint.enable else None,
-        info=identity(task) if task.cluster.process.is_main else {},
-    )
+    plan = task.plan
+    config = task.plan.config
+    metrics = services.metrics
+    observer = services.observer
+    # Metrics of the current step only: a save must not record the loss of an earlier step.
     validation: dict[str, float] = {}
     with metrics.throughput.excluded():
         if config.validation.enable and progress.step == 0:
             validation = validate(task, services, progress)
         if progress.step == 0 and (lines := task.sample(services.stop, progress)):
-            services.report.message("\n".join(lines))
+            observer.message("\n".join(lines))
         gc.collect()
-        services.profiler.step_begins(progress.step + 1)
-    gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
+        observer.step_begins(progress.step + 1)
+    gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at the same step instead
     while progress.tokens < plan.budget_tokens:
-        # In its own time: a watchdog of steps does not know how long completions take.
-        with services.watchdog.unwatched("preparing the step"), services.heartbeat.phase("prepare"):
+        # Not watched: the watchdog of steps cannot know how long completions take.
+        with services.watchdog.unwatched("preparing the step"), observer.phase("prepare"):
             columns = task.prepare(progress, services.stop)
         step = begin_step(task, services, progress)
         if step.must_stop:
             break
-        batches, totals = step.batches, step.totals
+        batches = step.batches
+        totals = step.totals
         if batches.note:
-            services.report.message(batches.note)
-        clock, size = progress.curriculum_tokens, batches.sequences * batches.seq_len
+            observer.message(batches.note)
+        clock = progress.curriculum_tokens
+        size = batches.sequences * batches.seq_len
         lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, size)
 
         # single training step
@@ -88,14 +90,12 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         model_seconds = batches.model_seconds + outcome.gradient_seconds
         metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, size, model_seconds)
 
-        validation = end_step(task, services, progress, step, outcome, lr_factor, columns) or validation
+        validation = end_step(task, services, progress, step, outcome, lr_factor, columns)
     gc.enable()
-    services.report.close_bar()
-    services.profiler.drop()
+    observer.steps_end()
     services.watchdog.close()
     services.saver.finish(progress, validation)
-    services.heartbeat.stops()
-    return _end(task, services, progress)
+    return _end(task, services, progress, weights)
 
 
 def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
@@ -109,12 +109,12 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     services.watchdog.step_begins(progress.step + 1)
     services.stragglers.step_begins()
     batch_size = task.plan.config.training.global_batch_size
-    wanted = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
+    sequences = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
     stage = task.plan.stage_after(progress.samples)
-    progress.skip_excluded(wanted)
+    progress.skip_excluded(sequences)
     if stage != stage_at(task.plan.text_stages, progress.samples):
-        services.spikes.restart()  # other text, lengths or positions have another loss
-    batches, error = catch_user_error(lambda: task.next(progress, wanted))
+        services.spikes.restart()  # other text, lengths or positions change the loss
+    batches, error = catch_user_error(lambda: task.next(progress, sequences))
     services.watchdog.operation("agreeing on the step")
     totals = count_step(task, batches.micro_batches if batches else [])
     counts = to_tensors(totals)
@@ -126,11 +126,13 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         raise RollbackNeeded
     if sums["unsaved"]:
         raise services.saver.saves_fail(progress)
+    if sums["lost_folder"]:
+        raise services.saver.folder_lost(progress)
     if sums["profile"]:
-        services.profiler.record_after(progress.step + 1)
+        services.observer.profile_after(progress.step + 1)
     if slow := services.stragglers.update(sums["paces"].tolist()):
-        services.report.message(f"step {progress.step}: {slow}")
-    # All ranks that read the same sequences have counted them.
+        services.observer.message(f"step {progress.step}: {slow}")
+    # Each sequence was counted by all ranks that read it.
     counts = {name: sums[name] // task.plan.layout.non_dp_degree for name in counts}
     return NextStep(batches, from_tensors(counts, totals), bool(sums["stop"]))
 
@@ -144,87 +146,87 @@ def end_step(
     lr_factor: float,
     columns: dict[str, float],
 ) -> dict[str, float]:
-    """Report a step, validate and save if it is time. Collective.
+    """Report a step; validate and save if due. Collective.
 
     Args:
-        columns: what `Task.prepare` adds to the row of metrics.
+        columns: columns that `Task.prepare` adds to the row of metrics.
 
     Returns:
-        Validation metrics; empty if it was not time.
+        Validation metrics; empty if the step was not validated.
 
     Raises:
         RollbackNeeded: too many steps in a row were skipped.
-        Diverged: the task ends the run; it is saved.
     """
-    config, validation, fault = task.plan.config, {}, None
-    is_profiled = services.profiler.covers(progress.step)
+    config = task.plan.config
+    validation = {}
+    is_profiled = services.observer.is_profiled(progress.step)
     services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
-    loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
+    loss_sum = outcome.main.sums["loss"].item()
+    targets = step.totals.main["targets"]
     loss = loss_sum / max(targets, 1) if task.has_loss_level else None
-    is_bad, is_finite = outcome.is_bad, outcome.fault != NOT_FINITE
-    services.heartbeat.step(progress.step, progress.tokens, was_skipped=is_bad, is_finite=is_finite, loss=loss)
+    is_bad = outcome.is_bad
+    is_finite = outcome.fault != NOT_FINITE
     if not is_bad:
         progress.add_loss(loss_sum, targets)
     if outcome.fault is not None:
         samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"
-        services.report.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
-    if line := services.times.first_step():
-        services.report.message(line)
+        services.observer.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
+    services.observer.step_trained(progress.step, progress.tokens, was_skipped=is_bad, is_finite=is_finite, loss=loss)
     is_last = progress.tokens >= task.plan.budget_tokens
     is_measured = services.bandwidth.is_due(progress.step)
     if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last or is_measured:
         row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)
-        fault = task.fault(row | columns)
-        if is_measured:  # the row has waited for the device: the step's own work is counted
+        if is_measured:  # the row has waited for the device, so the step's work does not disturb the measurement
             services.watchdog.operation("measuring bandwidth")
             with services.metrics.throughput.excluded():
                 columns = columns | services.bandwidth.measure()
-        services.report.train(row | columns | services.saver.metrics() | services.stragglers.metrics())
+        services.observer.row("train", row | columns | services.saver.metrics() | services.stragglers.metrics())
     else:
         row = services.metrics.objective_columns(outcome, step.totals, progress.curriculum_tokens) | columns
-        services.report.step({"step": progress.step, "tokens": progress.tokens} | row)
+        services.observer.row("step", {"step": progress.step, "tokens": progress.tokens} | row)
     if progress.skipped_in_a_row > config.training.max_skipped_steps:
         raise RollbackNeeded
     if progress.step % _GC_STEPS == 0:
         gc.collect()
     with services.metrics.throughput.excluded(), services.watchdog.unwatched("profiles, validation and saves"):
-        services.profiler.step_ends(progress.step, step.batches.computed_tokens, step.totals.half_pairs)
+        services.observer.step_ends(progress.step, step.batches.computed_tokens, step.totals.half_pairs)
         if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
             validation = validate(task, services, progress)
-        if fault is not None:
-            services.saver.finish(progress, validation)
-            raise Diverged(*on_first_rank(f"step {progress.step}: {fault}; this step is saved"))
         services.saver.after_step(progress, validation)
         if not is_last:
-            services.profiler.step_begins(progress.step + 1)
+            services.observer.step_begins(progress.step + 1)
     return validation
 
 
 def validate(task: Task, services: Services, progress: Progress) -> dict[str, float]:
     """Validate and report. Collective."""
     started = time.perf_counter()
-    with services.heartbeat.phase("validate"):
+    with services.observer.phase("validate"):
         row = task.validate(progress)
     seconds = time.perf_counter() - started
-    services.report.validation({"step": progress.step, "tokens": progress.tokens, **row, "validation_seconds": seconds})
+    columns = {"step": progress.step, "tokens": progress.tokens, **row, "validation_seconds": seconds}
+    services.observer.row("validation", columns)
     return row
 
 
-def _end(task: Task, services: Services, progress: Progress) -> int:
+def _end(task: Task, services: Services, progress: Progress, weights: WeightSource) -> int:
     """Export and report the end of a run, and return its exit code. Collective."""
-    config, stop = task.plan.config, services.stop
+    config = task.plan.config
+    stop = services.stop
     is_finished = progress.tokens >= task.plan.budget_tokens
     stop.has_ended = not is_finished
     if config.checkpoint.last_save_in_hf and is_finished:
-        services.report.message(f"Hugging Face {task.export(progress)}")
-    services.report.message(final_report(task, progress, stop, is_finished=is_finished))
+        main = next(iter(task.networks.values()))
+        main.attend_as(task.plan.stage_after(progress.samples).shape)  # not yet set if no step was trained
+        services.observer.message(f"Hugging Face {weights.export(main, task.tokenizer, progress)}")
+    services.observer.message(final_report(task, progress, stop, is_finished=is_finished))
     if is_finished:
         return 0
     return EXIT_STOPPED if config.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]
 
 
 def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:
-    """The last message of a run. Collective: all ranks compute the sample."""
+    """Return the last message of a run. Collective: all ranks compute the sample."""
     config = task.plan.config
     folder = Path(config.job.dump_folder)
     checkpoint = step_folder(config.checkpoint_folder, progress.step)

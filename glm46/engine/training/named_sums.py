@@ -20,46 +20,47 @@ def sum_over_all_ranks(named: dict[str, Tensor]) -> dict[str, Tensor]:
         The sums by name; views of one new tensor.
     """
     flat = _pack(named)
-    if dist.get_world_size() > 1:  # alone a rank would wait for gloo's thread
+    if dist.get_world_size() > 1:  # a single rank would wait for gloo's thread
         dist.all_reduce(flat)
     return _unpack(flat, named)
 
 
 def sum_on_host(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As `sum_over_all_ranks`, of a few numbers on the CPU for which thousands of ranks wait. Collective."""
+    """Sum like `sum_over_all_ranks`, for a few numbers on the CPU that thousands of ranks wait for. Collective."""
     return _unpack(combine_on_host(_pack(named)), named)
 
 
 def spread_over_ranks(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Minimum, mean and maximum over the ranks that have a value. Collective, on the CPU.
+    """Compute minimum, mean and maximum over the ranks that have a value. Collective, on the CPU.
 
     Args:
-        values: of this rank by name; without those that it cannot measure.
-        names: all names, in an order that is equal on all ranks.
+        values: values of this rank by name; values that it cannot measure are absent.
+        names: all names, in the same order on all ranks.
 
     Returns:
         ``name/min``, ``name/mean`` and ``name/max`` of each name that some rank has, and ``extreme_rank/name/min`` and
-        ``extreme_rank/name/max``, the ranks with these two, of equal ones the last.
+        ``extreme_rank/name/max``, the ranks with these two values (the last rank among equal ones).
     """
-    own = torch.tensor([values.get(name, math.nan) for name in names], dtype=torch.float64)
-    is_known = ~own.isnan()
-    largest = torch.where(is_known, torch.stack([-own, own]), -math.inf)
+    local = torch.tensor([values.get(name, math.nan) for name in names], dtype=torch.float64)
+    is_known = ~local.isnan()
+    largest = torch.where(is_known, torch.stack([-local, local]), -math.inf)
     ranks = torch.where(is_known, float(dist.get_rank()), -1.0).expand(2, -1)
     total, count, *extremes = combine_on_host(
-        torch.cat([torch.where(is_known, own, 0.0)[None], is_known[None].double(), largest, ranks]), _wider
+        torch.cat([torch.where(is_known, local, 0.0)[None], is_known[None].double(), largest, ranks]), _wider
     )
     columns = {"{}/min": -extremes[0], "{}/mean": total / count, "{}/max": extremes[1]}
     columns |= {"extreme_rank/{}/min": extremes[2].long(), "extreme_rank/{}/max": extremes[3].long()}
     return {
-        column.format(name): of_names[index].item()
+        column.format(name): spread[index].item()
         for index, name in enumerate(names)
-        for column, of_names in columns.items()
+        for column, spread in columns.items()
         if count[index]
     }
 
 
 def _wider(low: Tensor, high: Tensor) -> Tensor:
-    """The spread of two groups of ranks; rows are sum, count, -minimum, maximum, and the ranks with these two."""
+    """Combine the spreads of two groups of ranks; rows are sum, count, -minimum, maximum, and the ranks with the
+    extremes."""
     takes = high[2:4] >= low[2:4]
     return torch.cat([low[:2] + high[:2], torch.where(takes.repeat(2, 1), high[2:], low[2:])])
 

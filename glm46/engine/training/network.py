@@ -1,4 +1,4 @@
-"""One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
+"""One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and their optimizer."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from glm46.compute.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.compute.parallelize.context import take_part
 from glm46.compute.parallelize.float8 import GatheredScales
 from glm46.compute.parallelize.float8_experts import RoundedExperts
-from glm46.compute.parallelize.fsdp import release_gathered
+from glm46.compute.parallelize.fsdp import release_gathered, widen_gradients
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.pipeline import Arguments, Fields, Pipeline
 from glm46.compute.parallelize.plan import parallelize
@@ -47,43 +47,43 @@ class Network:
     pipeline: Pipeline | None
     """None if this rank has all layers."""
     parameters: dict[str, nn.Parameter]
-    """This rank's shards of what is trained by name, taken once after building: during a forward the model's attributes
-    are the gathered weights."""
+    """This rank's shards of the trained weights by name, collected once after building: during a forward the model's
+    attributes are the gathered weights."""
     frozen: dict[str, nn.Parameter]
-    """The same of what is not trained: the base of adapters, or all of a frozen network."""
+    """This rank's shards of the frozen weights: the base of adapters, or all weights of a frozen network."""
     magnitudes: list[Magnitudes]
-    """DoRA's, of each model; else none."""
+    """Magnitudes of DoRA, for each model; empty without DoRA."""
     gathered_scales: GatheredScales
     rounded_experts: RoundedExperts
     frozen_files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the files, by name, that frozen weights were read from; see `frozen_weights`."""
+    """SHA-256 of the files that frozen weights were read from, by name."""
 
     @property
     def function(self) -> NetworkFunction:
-        """The function that the models compute."""
+        """Function that the models compute."""
         return NetworkFunction(self.models[0].shape, self.models[0].router_temperature)
 
     @property
     def shape(self) -> ModelShape:
-        """The shape that the models compute with: the plan's, with the window and RoPE scaling in force."""
+        """Shape that the models compute with: that of the plan, with the current window and RoPE scaling."""
         return self.function.shape
 
     def attend_as(self, shape: ModelShape) -> None:
-        """Take the sliding window and the RoPE scaling of a shape from the next batch on."""
+        """Use the sliding window and the RoPE scaling of a shape from the next batch on."""
         self._compute_as(self.function._replace(shape=shape))
 
     def route_at(self, temperature: float) -> None:
-        """Take a router temperature from the next batch on. A network begins at that of the start of its run; each
-        step takes that of the schedule."""
+        """Use a router temperature from the next batch on. A network begins with the temperature at the start of its
+        run; each step sets the scheduled one."""
         self._compute_as(self.function._replace(router_temperature=temperature))
 
     @torch.no_grad()
-    def take_gates(self, meta: Mapping[str, Any] | None, names: Container[str]) -> None:
-        """Scale gates that were read from a checkpoint with this meta, or from a Hugging Face folder (None), for the
-        temperature that the network begins at; see `gate_factor`.
+    def take_gates(self, meta: Mapping[str, Any], names: Container[str]) -> None:
+        """Scale gates that were read from a checkpoint with this meta, or from a folder of another program, for the
+        temperature that the network begins with; see `gate_factor`.
 
         Args:
-            names: of the weights that were read.
+            names: names of the weights that were read.
         """
         if (factor := gate_factor(meta, self.function.router_temperature)) != 1.0:
             for name, tensor in self.weights().items():
@@ -97,38 +97,38 @@ class Network:
 
     @property
     def is_adapted(self) -> bool:
-        """True if only adapters are trained; a stage of the pipeline may have none."""
+        """True if only adapters are trained, even if this pipeline stage has no adapters."""
         return self.plan.config.adapter is not None and isinstance(self, TrainedNetwork)
 
     def pretrained(self) -> dict[str, Tensor]:
-        """Those of `weights` that trained weights may give: all but adapters and a new value head."""
+        """Return the weights that a pretrained checkpoint can provide: all except adapters and a new value head."""
         new = self.parameters if self.is_adapted else self.parameters.keys() & {"value_head.weight"}
         return {name: weight for name, weight in self.weights().items() if name not in new}
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
+        """Return parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
         buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
         return {name: tensor.detach() for name, tensor in (self.parameters | self.frozen | buffers).items()}
 
     def loaded(self, *, new_adapters: bool) -> None:
-        """Compute what follows from weights, after they were written. Collective.
+        """Recompute values that derive from weights, after weights were loaded. Collective.
 
         Args:
-            new_adapters: the base was written, and not the adapters: those begin, with magnitudes of the base.
+            new_adapters: True if the base was loaded but not the adapters: these start, with magnitudes of the base.
         """
         for magnitudes in self.magnitudes:
             magnitudes.start(new_adapters)
 
     def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
-        Writing into them loads a checkpoint."""
+        """Return all tensors of a checkpoint by name, with this prefix; for a network with adapters, the adapters
+        without their base. Writing into them loads a checkpoint."""
         weights = self.weights()
         return {f"{prefix}model.{name}": weights[name] for name in (self.parameters if self.is_adapted else weights)}
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Arguments:
-        """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
-        are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains no
-        multi-token prediction; under a pipeline every layer must take part."""
+        """Copy this rank's part of the sequences of a batch to its device: the arguments of the model, and ``fields``,
+        which are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains
+        no multi-token prediction; under a pipeline every layer must take part."""
         names = ["input_ids", "positions", "labels"]
         if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
@@ -137,14 +137,15 @@ class Network:
         rows = {name: tensors[name] for name in (*names, *fields, "is_real")}
         if "routes" in rows:
             rows["routes"] = compact_routes(rows["routes"], tuple(batch["input_ids"].shape), self.plan.shape)
-        window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
+        window = self.shape.sliding_window
+        sequence = self.cluster.meshes.sequence
         ring = self.plan.keys_travel(self.shape, batch["input_ids"].shape)
         prefix_ids = batch.get("prefix_ids")
         part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring, prefix_ids=prefix_ids)
         return {name: copy_to_device(value, self.cluster.device) for name, value in part.items()}
 
     def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:
-        """The whole rows [N, B, S] of an output [N, B, s] for this rank's part of a batch of the loader; without
+        """Gather full rows [N, B, S] from an output [N, B, s] for this rank's part of a batch of the loader, without
         gradient. Collective under context parallelism."""
         sequence = self.cluster.meshes.sequence
         if sequence is None:
@@ -153,7 +154,7 @@ class Network:
         return sequence.restore(values.detach(), places)
 
     def _mask_ids(self, batch: Batch) -> Tensor | None:
-        """The documents that attention tells apart."""
+        """Return the document numbers for the attention mask; None without document masks."""
         return batch["document_ids"] if self.plan.config.data.document_mask else None
 
     def forward_backward(
@@ -164,19 +165,19 @@ class Network:
         auxiliary: Callable[[Tensor], Tensor],
         fields: Sequence[str] = (),
     ) -> StageResults:
-        """Compute the gradients of the micro-batches of a step. Collective. Arguments and result: see `Pipeline.train`;
-        the batches are from `to_device`. Without a pipeline the model is the last stage."""
-        with self.gathered_scales.given(), self.rounded_experts.kept():
+        """Compute the gradients of the micro-batches of a step. Collective. For arguments and result see
+        `Pipeline.train`; the batches are from `to_device`. Without a pipeline the model is the last stage."""
+        with self.gathered_scales.fixed(), self.rounded_experts.kept():
             if self.pipeline is not None:
                 return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
-            model: Any = self.models[0]  # of FSDP2
+            model: Any = self.models[0]  # has the methods of FSDP2
             outputs: list[LossSums | StageOutput] = []
-            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-                if self.plan.config.parallelism.defer_gradient_sync:
-                    model.set_requires_gradient_sync(not left)
+            for remaining, batch in zip(reversed(range(len(batches))), batches, strict=True):
                 if replicas_reduce_once(self.plan):
-                    model.set_requires_all_reduce(not left)
+                    model.set_requires_all_reduce(not remaining)
                 outputs.append(self._forward_backward(batch, arguments, objective, fields))
+                if remaining:
+                    widen_gradients(self.parameters.values())
             return [outputs]
 
     def _forward_backward(
@@ -197,12 +198,12 @@ class Network:
     def evaluate(
         self, batch: Batch, form: HeadForm = summed_loss, *, replay_routes: bool = False, adapted: bool = True
     ) -> LossSums | None:
-        """The output for a batch of the loader, None on pipeline stages without the head. Collective. Call `release`
-        after the last one.
+        """Compute the output for a batch of the loader; None on pipeline stages without the head. Collective. Call
+        `release` after the last batch.
 
         Args:
             replay_routes: use the experts of the batch's ``routes``.
-            adapted: False computes with the base of the adapters alone.
+            adapted: False computes with the base alone, without adapters.
         """
         inputs = self.to_device(batch, ("routes",) if replay_routes else ())
         with nullcontext() if adapted else without_adapters(self.models):
@@ -219,14 +220,14 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedNetwork(Network):
-    """A network with what updates it."""
+    """A network with its optimizer and the balance of its experts."""
 
     optimizer: OptimizerGroup
     balance: ExpertBalance
 
-    def update(self, lr_factor: float) -> None:
-        """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
-        self.optimizer.step(lr_factor)
+    def update(self, lr_factor: float, number: int) -> None:
+        """Make an optimizer step, see `OptimizerGroup.step`. Collective."""
+        self.optimizer.step(lr_factor, number)
         for magnitudes in self.magnitudes:
             magnitudes.refresh()
 
@@ -241,13 +242,14 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples
     """Build a network with its initial weights. Collective.
 
     Args:
-        head: "lm" predicts tokens; "value" gives one number per token and has no multi-token prediction.
-        on_samples: batches are samples of a policy: their sizes vary, and the loss of multi-token prediction has a
-            gradient for its layers alone, because that of the policy is that of its rewards.
+        head: "lm" predicts tokens; "value" returns one number per token and has no multi-token prediction.
+        on_samples: True if batches are samples of a policy: their sizes vary, and the loss of multi-token prediction
+            has a gradient for its own layers only, because the policy learns from rewards alone.
     """
-    network, adapter = _build(plan, cluster, head, is_trained=True, on_samples=on_samples), plan.config.adapter
-    ratio, named = adapter.b_lr_ratio if adapter else 1.0, list(network.parameters.items())
-    optimizer = build_optimizers(named, plan.config.optimizer, cluster.device, ratio, plan.shape)
+    network = _build(plan, cluster, head, is_trained=True, on_samples=on_samples)
+    named = list(network.parameters.items())
+    ns_dtype = getattr(torch, plan.config.training.mixed_precision_param)
+    optimizer = build_optimizers(named, plan.config.optimizer, cluster.device, plan.shape, ns_dtype)
     balance = ExpertBalance(plan.shape, network.models, plan.config.moe, cluster.device)
     return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
 
@@ -270,7 +272,8 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
     for model in models:
         model.mtp_alone = on_samples
         parallelize(model.requires_grad_(is_trained), plan, cluster, sizes_vary=on_samples)
-    adapter, named = plan.config.adapter, {name: one for model in models for name, one in model.named_parameters()}
+    adapter = plan.config.adapter
+    named = {name: parameter for model in models for name, parameter in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     network = Network(
         plan=plan,

@@ -1,4 +1,4 @@
-"""Schedule of checkpoints, and handling of failed saves: training continues without a checkpoint."""
+"""Schedule of checkpoints, and handling of failed saves, after which training continues."""
 
 from typing import Any
 
@@ -6,52 +6,58 @@ from glm46.compute.distributed.collective_errors import on_first_rank
 from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.engine.observe.heartbeat import Heartbeat
-from glm46.engine.observe.report import Report
 from glm46.engine.reliability.loss_spikes import SpikeDetector
 from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged
+from glm46.engine.training.observer import Observer
 from glm46.engine.training.resume import checkpoint_meta, checkpoint_tensors
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
 from glm46.storage.checkpoint.finite import NotFiniteError
-from glm46.storage.checkpoint.integrity import complete_steps
+from glm46.storage.checkpoint.integrity import complete_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.save import SaveOutcome
 
 
 class SaveFailed(UserError):
-    """The last state of a run could not be saved. The exit code allows a restart, which may find more space."""
+    """Raised if the last state of a run could not be saved. The exit code allows a restart, which may find more
+    space."""
 
     exit_code = 1
 
 
 class SavesFail(UserError):
-    """Several saves in a row have failed. On this exit code job systems start the run again, perhaps on nodes that
-    reach the folder."""
+    """Raised if several saves in a row have failed. On this exit code job systems restart the run, perhaps on nodes
+    that can reach the folder."""
 
     exit_code = EXIT_STOPPED
 
 
+class FolderLost(UserError):
+    """Raised if the dump folder was deleted or renamed while the run used it."""
+
+
 _MOST_FAILED_IN_A_ROW = 3
-"""Failed saves in a row that end a run: an outage may pass, but each failure is an interval that can be lost."""
+"""Failed saves in a row that end a run: an outage may pass, but each failed save adds an interval that can be lost."""
 
 
 class Saver:
-    """Saves every `[checkpoint] interval` steps, in the background if configured, and once at the end."""
+    """Saver of checkpoints: every `[checkpoint] interval` steps, in the background if configured, and once at the
+    end."""
 
     def __init__(
         self,
         task: Task,
         checkpoints: CheckpointManager,
-        report: Report,
+        observer: Observer,
         progress: Progress,
         spikes: SpikeDetector,
-        heartbeat: Heartbeat,
     ):
-        self._task, self._checkpoints, self._report, self._heartbeat = task, checkpoints, report, heartbeat
+        self._task = task
+        self._checkpoints = checkpoints
+        self._observer = observer
         self._config = task.plan.config.checkpoint
-        # A resume after this step cuts the file of rows behind it, and nobody writes them again.
-        checkpoints.before_publishing = report.finish_writes
+        # Rows up to this step must be on disk before the checkpoint: a resume from it does not write them again.
+        checkpoints.before_publishing = observer.flush
         self._spikes = spikes
         self._saved_step = checkpoints.loaded_step or 0
         self._failed_saves = self._failed_in_a_row = 0
@@ -61,7 +67,7 @@ class Saver:
         """True if a save on this rank found non-finite values. All ranks agree on it in every step."""
 
     def metrics(self) -> dict[str, float]:
-        """Columns of metrics.jsonl."""
+        """Return columns of metrics.jsonl."""
         if not self._config.enable:
             return {}
         row: dict[str, float] = {"failed_saves": self._failed_saves}
@@ -72,20 +78,24 @@ class Saver:
         return row
 
     def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
-        """Save if a save is due, and report the results of earlier saves. Collective. A failed save is reported; it
-        affects neither earlier checkpoints nor the next save."""
+        """Save if a save is due, and report the results of earlier saves. Collective. A failed save is reported, and
+        affects neither earlier checkpoints nor the next save.
+
+        Args:
+            validation: metrics of this step; empty if the step was not validated.
+        """
         if not self._config.enable:
             return
         self._poll_saves(progress)
         if progress.step % self._config.interval:
             return
         if progress.skipped_in_a_row:
-            self._report.message(
+            self._observer.message(
                 f"step {progress.step}: not saved, skipped {counted(progress.skipped_in_a_row, 'step')} in a row"
             )
         else:
             try:
-                with self._heartbeat.phase("save"):
+                with self._observer.phase("save"):
                     self._save(progress, validation)
             except CheckpointError as error:
                 self._report_failure(progress, error)
@@ -96,14 +106,37 @@ class Saver:
         return self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW
 
     def saves_fail(self, progress: Progress) -> SavesFail:
-        """The error of a run whose saves fail on some rank."""
+        """Return the error of a run whose saves fail on some rank."""
         cause = f" The last error: {self._last_error}" if self._last_error else ""
         fault = f"step {progress.step}: the run ends, {_MOST_FAILED_IN_A_ROW} saves in a row have failed.{cause}"
         return SavesFail(*on_first_rank(f"{fault}; {self._remedy()}"))
 
+    def folder_lost(self, progress: Progress) -> FolderLost:
+        """Save the current step, because earlier checkpoints may be lost with the dump folder, and return the error of
+        a run that must end. Collective.
+
+        Raises:
+            SaveFailed, Diverged: see `finish`.
+        """
+        saved = "no step is saved"
+        if self._config.enable and progress.step:
+            self._saved_step = -1  # a save of this step may be lost too
+            self.finish(progress, {})
+            saved = f"this step is saved as {step_folder(self._checkpoints.folder, progress.step)}"
+        dump_folder = self._task.plan.config.job.dump_folder
+        return FolderLost(
+            *on_first_rank(
+                f"job.dump_folder = {dump_folder!r}: was deleted or renamed during the run, which ends after step "
+                f"{progress.step}; {saved}; start the same command again"
+            )
+        )
+
     def finish(self, progress: Progress, validation: dict[str, float]) -> None:
-        """Save the last step if needed, and wait for all saves. Collective. A finite state is also saved within a row
-        of skipped steps, so that a restart continues the row.
+        """Save the last step if needed, and wait for all saves. Collective. A finite state is also saved
+        during a series of skipped steps, so that a restart continues to count them.
+
+        Args:
+            validation: see `after_step`.
 
         Raises:
             SaveFailed: the last state could not be saved.
@@ -112,7 +145,7 @@ class Saver:
         if not self._config.enable:
             return
         try:
-            with self._heartbeat.phase("save"):
+            with self._observer.phase("save"):
                 self._finish(progress, validation)
         except NotFiniteError as error:
             fault = f"step {progress.step} is not saved: {error}; {Diverged.remedy}; {self._remedy()}"
@@ -126,7 +159,7 @@ class Saver:
         try:
             self._report_saves(self._checkpoints.close())
         except CheckpointError as error:
-            self._report.message(f"a checkpoint could not be saved in the background, saving again. {error}")
+            self._observer.message(f"a checkpoint could not be saved in the background, saving again. {error}")
             self._save_now(progress, validation)
             self._report_saves(self._checkpoints.close())
 
@@ -134,15 +167,15 @@ class Saver:
         folder = self._checkpoints.folder
         try:
             newest = max(complete_steps(folder), default=0)
-        except OSError as error:  # the storage that the saves have failed on
+        except OSError as error:  # the storage on which the saves failed
             return f"checkpoint.folder = {str(folder)!r} cannot be read: {error.strerror}; mount it, or free its server"
         start = f"starts from {self._config.load_path or 'step 0'}, no step is saved"
         where = f"continues from the checkpoint of step {newest}" if newest else start
         return f"job.dump_folder = {self._task.plan.config.job.dump_folder!r}: the same command {where}"
 
     def _poll_saves(self, progress: Progress) -> None:
-        # Ranks may see the end of a save one step apart. Its failure must not keep a rank from the next save, which is
-        # collective: the others would hang.
+        # Ranks may notice the end of a save one step apart. Its failure must not keep a rank from the next save, which
+        # is collective: the other ranks would hang.
         try:
             self._report_saves(self._checkpoints.poll())
         except CheckpointError as error:
@@ -154,7 +187,7 @@ class Saver:
         elif self._checkpoints.save_in_background(**self._snapshot(progress, validation)):
             self._saved_step = progress.step
         else:
-            self._report.message(
+            self._observer.message(
                 f"step {progress.step}: not saved, the previous save is still being written; "
                 "raise checkpoint.interval, or use a faster disk"
             )
@@ -176,15 +209,16 @@ class Saver:
         self._failed_saves += 1
         self._failed_in_a_row += 1
         self._last_error = error
-        self._heartbeat.save_failed()
+        self._observer.save_failed()
         self.found_non_finite |= isinstance(error, NotFiniteError)
-        self._report.message(f"step {progress.step}: a checkpoint could not be saved. {error}")
+        self._observer.message(f"step {progress.step}: a checkpoint could not be saved. {error}")
 
     def _report_saves(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
-            self._last, self._failed_in_a_row = outcome, 0
-            self._heartbeat.saved(outcome.step)
-            self._report.log(
+            self._last = outcome
+            self._failed_in_a_row = 0
+            self._observer.saved(outcome.step)
+            self._observer.log(
                 f"checkpoint of step {outcome.step}: {outcome.bytes / 2**20:,.1f} MiB in {outcome.save_seconds:.1f} s, "
                 f"training waited {outcome.stall_seconds:.2f} s"
             )

@@ -1,4 +1,4 @@
-"""Progress of a run: the counters that a resume needs besides tensors."""
+"""Progress of a run: the counters that a resume needs in addition to tensors."""
 
 from dataclasses import dataclass, field, replace
 
@@ -16,13 +16,13 @@ class Progress:
     samples: int = 0
     """Global number of the next sample to read."""
     prompts: int = 0
-    """Prompts that were handed out, with [rl]."""
+    """Prompts used so far, with [rl]."""
     skipped_steps: int = 0
     """Steps skipped because of a spike or a non-finite loss or gradient norm."""
     skipped_in_a_row: int = 0
-    """Consecutive skipped steps up to now."""
+    """Consecutive skipped steps so far."""
     bad_since_step: int = 0
-    """First step of the last row of skipped steps."""
+    """First step of the last series of skipped steps."""
     bad_since_sample: int = 0
     """First sample of that step."""
     window_loss_sum: float = 0.0
@@ -32,14 +32,15 @@ class Progress:
     rollbacks: int = 0
     """Number of rollbacks to an earlier checkpoint."""
     excluded_samples: list[list[int]] = field(default_factory=list)
-    """Ranges [first, end) of sample numbers that are not read."""
+    """Ranges [first, end) of sample numbers to skip."""
     read_before: list[list] = field(default_factory=list)
-    """Rows that earlier phases have read of each source, see `data_stream.rows_read`."""
+    """Rows of each source that earlier phases have read, see `data_stream.rows_read`."""
 
     def advance(self, *, sequences: int, seq_len: int, was_skipped: bool) -> None:
         """Count one optimizer step."""
         if was_skipped and not self.skipped_in_a_row:
-            self.bad_since_step, self.bad_since_sample = self.step + 1, self.samples
+            self.bad_since_step = self.step + 1
+            self.bad_since_sample = self.samples
         self.step += 1
         self.samples += sequences
         self.tokens += sequences * seq_len
@@ -54,8 +55,10 @@ class Progress:
 
     def take_mean_loss(self) -> float | None:
         """Return the mean loss per target since the last call, or None without a good step, and restart it."""
-        loss_sum, targets = self.window_loss_sum, self.window_targets
-        self.window_loss_sum, self.window_targets = 0.0, 0
+        loss_sum = self.window_loss_sum
+        targets = self.window_targets
+        self.window_loss_sum = 0.0
+        self.window_targets = 0
         return loss_sum / targets if targets else None
 
     def skip_excluded(self, sequences: int) -> None:
@@ -65,7 +68,7 @@ class Progress:
                 self.samples = end
 
     def rolled_back_to(self, earlier: "Progress", first_bad_sample: int) -> "Progress":
-        """The progress of an earlier checkpoint, with the samples from the first bad one up to now excluded."""
+        """Return the progress of an earlier checkpoint, with the samples from the first bad one on excluded."""
         return replace(
             earlier,
             skipped_steps=self.skipped_steps,

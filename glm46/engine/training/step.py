@@ -23,43 +23,43 @@ from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 
 NO_TARGETS = "no rank has a token to learn from"
-"""The fault of a step whose samples were all left out, as filters of reinforcement learning may do. No value of it is
-bad: it does not count towards [training] max_skipped_steps."""
+"""Fault of a step whose samples were all skipped, as filters of reinforcement learning may do. Its values are not bad:
+it does not count towards [training] max_skipped_steps."""
 
 
 class NetworkOutcome(NamedTuple):
     """Result of a step for one network, over all ranks."""
 
     sums: dict[str, Tensor]
-    """FP64 on the CPU: the sums of the objective, and aux_losses [2]: balance loss and z-loss."""
+    """Sums of the objective, and aux_losses [2] (balance loss and z-loss); FP64 on the CPU."""
     tokens_per_expert: Tensor
     """int64 [MoE layers, E] on the device."""
     overflow: Tensor
     """int64 [MoE layers] on the device."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
 
 
 class StepOutcome(NamedTuple):
     """Result of a step."""
 
-    of: dict[str, NetworkOutcome]
-    """By the name of the network, the main one first."""
+    network_outcomes: dict[str, NetworkOutcome]
+    """Outcome of each network by name, the main one first."""
     fault: str | None
-    """Reason why the step was skipped and nothing changed; None if it was made."""
+    """Reason why the step was skipped and nothing changed; None if it was not skipped."""
     ready_at: float
-    """Time at which the gradients were known, by `own_clock`."""
+    """Time at which the gradients were available, by `own_clock`."""
     gradient_seconds: float = 0.0
-    """Duration of forward and backward: of their calls, and of the wait for the device behind them."""
+    """Seconds of forward and backward, device synchronisation included."""
 
     @property
     def is_bad(self) -> bool:
-        """True if the step was skipped for its values, which too many steps in a row end a run for."""
+        """True if the step was skipped because of its values; too many such steps in a row end a run."""
         return self.fault not in (None, NO_TARGETS)
 
     @property
     def main(self) -> NetworkOutcome:
-        return next(iter(self.of.values()))
+        return next(iter(self.network_outcomes.values()))
 
 
 def train_step(
@@ -73,7 +73,7 @@ def train_step(
     """Train all networks of a task that have an objective on the micro-batches of one step. Collective.
 
     Args:
-        micro_batches: of this rank, see `StepBatches`.
+        micro_batches: micro-batches of this rank, see `StepBatches`.
         totals: counts of the whole step over all ranks.
         clock: tokens of the curriculum before this step; the argument of all schedules.
         lr_factor: learning rate relative to its peak.
@@ -81,39 +81,45 @@ def train_step(
             None. Values that are not finite always skip the step, for all networks, and so does `NO_TARGETS`.
     """
     moe = task.plan.config.moe
-    sums, counters, gradient_seconds = dict[str, Tensor](), dict[str, Tensor](), 0.0
+    sums = dict[str, Tensor]()
+    counters = dict[str, Tensor]()
+    gradient_seconds = 0.0
     networks = trained_networks(task)
     for name, objective in task.objectives.items():
-        network, began = networks[name], time.perf_counter()
-        outputs = compute_gradients(network, objective, micro_batches, totals, totals.of[name], clock)
+        network = networks[name]
+        began = time.perf_counter()
+        outputs = compute_gradients(network, objective, micro_batches, totals, totals.objective_counts[name], clock)
         gradient_seconds += time.perf_counter() - began
-        named = _local_sums(network, objective, outputs, micro_batches)
-        device, pipeline = task.cluster.device, task.cluster.meshes.pipeline
-        named["grad_norm"] = global_grad_norm(network.parameters.values(), device, pipeline).double()
-        sums |= {f"{name}/{key}": value for key, value in named.items()}
+        local_sums = _local_sums(network, objective, outputs, micro_batches)
+        device = task.cluster.device
+        pipeline = task.cluster.meshes.pipeline
+        local_sums["grad_norm"] = global_grad_norm(network.parameters.values(), device, pipeline).double()
+        sums |= {f"{name}/{key}": value for key, value in local_sums.items()}
         counters |= {f"{name}/{key}": value for key, value in _local_counters(network, outputs).items()}
-    sums, counters = sum_over_all_ranks(sums), sum_over_all_ranks(counters)
+    sums = sum_over_all_ranks(sums)
+    counters = sum_over_all_ranks(counters)
     for name in task.objectives:
-        # The mean of the ranks' norms: replicas may differ in the last bits, but all ranks must clip and decide alike.
+        # The mean of the ranks' norms: replicas may differ in the last bits, but all ranks must clip and decide
+        # equally.
         sums[f"{name}/grad_norm"] /= dist.get_world_size()
 
-    # sync: the decision must be known before the weights change. The values are equal on all ranks.
+    # sync: the decision is needed before the weights change. The values are equal on all ranks.
     began = time.perf_counter()
-    host = to_host(sums)
+    host_sums = to_host(sums)
     gradient_seconds += time.perf_counter() - began
     ready_at = own_clock()
     outcomes = {
         name: NetworkOutcome(
-            sums=(of := _of(name, host)),
+            sums=(network_sums := _of(name, host_sums)),
             tokens_per_expert=counters[f"{name}/tokens_per_expert"],
             overflow=counters[f"{name}/overflow"],
-            grad_norm=of.pop("grad_norm").float().item(),
+            grad_norm=network_sums.pop("grad_norm").float().item(),
         )
         for name in task.objectives
     }
     outcome = StepOutcome(outcomes, None, ready_at, gradient_seconds)
     mean_loss = outcome.main.sums["loss"].item() / max(totals.main["targets"], 1)
-    is_finite = all(bool(value.isfinite().all()) for value in host.values())
+    is_finite = all(bool(value.isfinite().all()) for value in host_sums.values())
     fault = None if is_finite else NOT_FINITE
     if is_finite and not totals.main["targets"]:
         fault = NO_TARGETS  # zero gradients would still apply momentum and weight decay
@@ -121,12 +127,14 @@ def train_step(
         fault = find_fault(mean_loss, outcome.main.grad_norm)
     if fault is not None:
         return outcome._replace(fault=fault)
-    for name, of_network in outcomes.items():
-        network, grad_norm = networks[name], torch.tensor(of_network.grad_norm)
+    for name, network_outcome in outcomes.items():
+        network = networks[name]
+        grad_norm = torch.tensor(network_outcome.grad_norm)
         max_norm = task.plan.config.training.max_norm
         scale_gradients(network.parameters.values(), (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
-        network.update(lr_factor)
-        network.balance.update(of_network.tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
+        # The clock differs between steps, and is the same on every layout and after a resume.
+        network.update(lr_factor, number=clock)
+        network.balance.update(network_outcome.tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
     return outcome
 
 
@@ -138,7 +146,7 @@ def compute_gradients(
     counts: Counts,
     clock: int,
 ) -> StageResults:
-    """Set the gradients of a step: those of the objective and of the auxiliary losses of the experts. Collective."""
+    """Compute the gradients of the objective and of the auxiliary losses of the experts. Collective."""
     moe = network.plan.config.moe
 
     def auxiliary(aux_losses: Tensor) -> Tensor:
@@ -151,19 +159,20 @@ def compute_gradients(
     network.route_at(schedule_value(moe.router_temperature, clock))
     batches = [network.to_device(batch, objective.fields) for batch in micro_batches]
     arguments = {"options": routing_options(moe), "form": objective.form}
-    of_objective = [name for name in objective.fields if name != "routes"]  # the model takes those
-    return network.forward_backward(batches, arguments, whole, auxiliary, of_objective)
+    loss_fields = [name for name in objective.fields if name != "routes"]  # the model takes the routes
+    return network.forward_backward(batches, arguments, whole, auxiliary, loss_fields)
 
 
 @torch.no_grad()
 def _local_sums(
     network: Network, objective: Objective, outputs: StageResults, micro_batches: list[Batch]
 ) -> dict[str, Tensor]:
-    """This rank's part of the sums over a step, FP64: those of the objective, and aux_losses [2]."""
+    """Return this rank's part of the sums over a step: sums of the objective, and aux_losses [2]. FP64, on the
+    device."""
     sums = objective.empty_sums() | {"aux_losses": torch.zeros(2, dtype=torch.float64)}
-    # Made on the device: a copy from the host would be work between backward and the all-reduce.
+    # Created on the device: a copy from the host would be work between backward and the all-reduce.
     sums = {name: torch.zeros_like(value, device=network.cluster.device) for name, value in sums.items()}
-    for output in (output for of_stage in outputs for output in of_stage):
+    for output in (output for stage_outputs in outputs for output in stage_outputs):
         sums["aux_losses"] += output.aux_losses
     for output, batch in zip(outputs[-1], micro_batches, strict=True):
         if isinstance(output, LossSums):
@@ -174,7 +183,8 @@ def _local_sums(
 
 @torch.no_grad()
 def _local_counters(network: TrainedNetwork, outputs: StageResults) -> dict[str, Tensor]:
-    """This rank's part of the counts over a step, int64: tokens_per_expert [MoE layers, E], overflow [MoE layers]."""
+    """Return this rank's part of the counts over a step: tokens_per_expert [MoE layers, E], overflow [MoE layers];
+    int64."""
     balance = network.balance
     tokens = torch.zeros(
         balance.layers, network.plan.shape.n_routed_experts, dtype=torch.int64, device=network.cluster.device
@@ -197,14 +207,14 @@ def _of(network: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
 def global_grad_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, pipeline: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Euclidean norm over every element of all gradients, each counted once. Collective.
+    """Compute the Euclidean norm of all gradients, each element counted once. Collective.
 
-    Squares are summed locally for each set of mesh axes that shard a parameter, then over just those axes; replicas add
+    Squares are summed locally for each set of mesh axes that shard a parameter, then over just these axes; replicas add
     nothing. Every rank of a mesh must pass parameters of the same shardings.
 
     Args:
-        device: of this rank; gradients may be in host memory instead.
-        pipeline: the ranks that hold other parameters.
+        device: device of this rank; gradients may be in host memory instead.
+        pipeline: ranks that hold other parameters.
 
     Returns:
         FP32 scalar, equal on all ranks of a mesh; replicas may differ in the last bits.
@@ -212,15 +222,17 @@ def global_grad_norm(
     squares: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        key: tuple = (None, ())  # of replicas
+        key: tuple = (None, ())  # not sharded
         if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
+            mesh = gradient.device_mesh
+            placements = gradient.placements
             axes = tuple(i for i, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(i) > 1)
-            # What one rank has alone is summed as if FSDP2 had not got it: in one order, to the same bits.
-            key, gradient = (mesh, axes) if axes else key, gradient.to_local()
+            # Parameters on a single rank are summed like ones without FSDP2: in the same order, to the same bits.
+            key = (mesh, axes) if axes else key
+            gradient = gradient.to_local()
         if gradient is not None:
             squares.setdefault(key, []).append(gradient)
-    total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained
+    total = torch.zeros((), device=device)  # a pipeline stage may have no trained parameters
     for (mesh, axes), gradients in squares.items():
         square = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
         for axis in axes:

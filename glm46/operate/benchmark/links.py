@@ -1,6 +1,6 @@
-"""Measures the links between ranks: the shares of a node's and a network's bandwidth that the planner takes.
+"""Measures the links between ranks: the shares of a node's and a network's bandwidth that the planner uses.
 
-Started on every host as a run is: ``torchrun --nproc-per-node=8 -m glm46 benchmark links --gpu H100``.
+Start it on every host like a run: ``torchrun --nproc-per-node=8 -m glm46 benchmark links --gpu H100``.
 """
 
 import argparse
@@ -20,30 +20,30 @@ from glm46.engine.observe.peaks import Accelerator, accelerator_of
 from glm46.operate.benchmark.rates import device_peaks, write_shares
 
 _ROUNDS = 6
-"""The first one connects the ranks."""
+"""Number of rounds; the first one connects the ranks and is not counted."""
 _JOIN_SECONDS = 600
 _SIZES = {"cuda": (2**16, 2**20, 2**24, 2**28), "cpu": (2**12, 2**16, 2**20, 2**22)}
-"""Bytes of the whole tensor. The planner takes the speed of the largest one."""
+"""Bytes of the complete tensor. The planner uses the speed of the largest one."""
 
 
 def benchmark_links(arguments: argparse.Namespace) -> None:
-    """Measure all-reduce and all-to-all by size, inside a host and over all hosts; rank 0 prints a table and the
+    """Measure all-reduce and all-to-all by size, inside a host and over all hosts. Rank 0 prints a table and the
     shares, and adds them to the file of ``--json``. Collective.
 
     Raises:
-        UserError: fewer than two ranks, unequal hosts, an unknown GPU, or the file cannot be written.
+        UserError: there are fewer than two ranks, hosts are unequal, the GPU is unknown, or the file cannot be written.
     """
     if (launched_world_size() or 1) < 2:
         command = "torchrun --nproc-per-node=GPUS -m glm46 benchmark links"
         raise UserError(f"benchmark links: it measures between ranks; start it on each host: {command}")
     process = join(_JOIN_SECONDS)
     try:
-        if not (of_host := ranks_of_every_host()):
+        if not (host_ranks := ranks_of_every_host()):
             raise UserError("benchmark links: hosts have unequal numbers of ranks; start equally many on each")
         peaks = accelerator_of(arguments.gpu) if arguments.gpu else device_peaks(process.device, torch.float32)
         if peaks is None:
             raise UserError(f"benchmark links: unknown GPU {torch.cuda.get_device_name()}; describe it with --gpu")
-        shares, table = _measure(process.device, process.world_size, of_host, peaks, arguments.network)
+        shares, table = _measure(process.device, process.world_size, host_ranks, peaks, arguments.network)
         if process.is_main:
             print("\n".join(table))
             write_shares(shares, arguments.json)
@@ -54,14 +54,14 @@ def benchmark_links(arguments: argparse.Namespace) -> None:
 
 
 def _measure(
-    device: torch.device, world: int, of_host: int, peaks: Accelerator, network_gbits: float
+    device: torch.device, world: int, host_ranks: int, peaks: Accelerator, network_gbits: float
 ) -> tuple[dict[str, float | str], list[str]]:
-    """Shares as `Efficiencies.read` takes them, and the lines of a table. Collective."""
-    hosts = [new_group(range(first, first + of_host)) for first in range(0, world, of_host)]
+    """Return the shares in the form of `Efficiencies.read`, and the lines of a table. Collective."""
+    hosts = [new_group(range(first, first + host_ranks)) for first in range(0, world, host_ranks)]
     groups: dict[str, tuple[dist.ProcessGroup | None, int]] = {}
-    if of_host > 1:
-        groups["a host"] = hosts[dist.get_rank() // of_host], of_host
-    if world > of_host:
+    if host_ranks > 1:
+        groups["a host"] = hosts[dist.get_rank() // host_ranks], host_ranks
+    if world > host_ranks:
         groups["all hosts"] = dist.group.WORLD, world
     shares: dict[str, float | str] = {}
     table = [f"{'ranks':<20} {'collective':<12} {'bytes':>12} {'ms':>10} {'GB/s':>8}"]
@@ -79,8 +79,8 @@ def _measure(
             shares["link"] = speeds["all-reduce"] / peaks.link_bandwidth
         else:
             inside = peaks.link_bandwidth * float(shares.get("link", 1.0))
-            away = (world - of_host) / (world - 1)
-            # The rest of an exchange stays inside the host, beside what leaves it (`TargetCluster.link`).
+            away = (world - host_ranks) / (world - 1)
+            # Only part of an exchange leaves the host; the rest overlaps with it inside (`TargetCluster.link`).
             port = away / max(1 / speeds["all-to-all"] - (1 - away) / inside, 1e-30)
             shares["network"] = port / (network_gbits / 8 * 1e9)
     source = f"{world} ranks of {peaks.name}, torch {torch.__version__}"
@@ -88,7 +88,7 @@ def _measure(
 
 
 def _calls(group: dist.ProcessGroup | None) -> list[tuple[str, float, Callable[[Tensor], object]]]:
-    """Name, parts of a tensor that a rank sends, and the collective."""
+    """Return each collective with its name and the number of tensor sizes that a rank sends."""
     return [
         ("all-reduce", 2, lambda tensor: dist.all_reduce(tensor, group=group)),
         ("all-to-all", 1, lambda tensor: dist.all_to_all_single(torch.empty_like(tensor), tensor, group=group)),
@@ -96,7 +96,7 @@ def _calls(group: dist.ProcessGroup | None) -> list[tuple[str, float, Callable[[
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of the quickest round, the last rank's. Collective."""
+    """Return the seconds of the last rank in the fastest round. Collective."""
     times = []
     for _ in range(_ROUNDS):
         dist.barrier()

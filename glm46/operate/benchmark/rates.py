@@ -1,6 +1,6 @@
-"""Measures the kernels of a model's layers on this device: the efficiencies that the planner takes.
+"""Measures the kernels of a model's layers on this device: the efficiencies that the planner uses.
 
-Each rate is that of the model's own modules, forward and backward, at the sizes of one layer.
+Each rate is measured with the model's own modules, forward and backward, at the sizes of one layer.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from glm46.run.flops import attention_flops
 _ROUNDS = 7
 _TINY_TOKENS = 16
 _ROWS = (32, 128, 512, 2048, 8192)
-"""Rows of an expert, and tokens of a document, at which speeds are measured."""
+"""Rows per expert, and tokens per document, at which speeds are measured."""
 
 
 def efficiencies(rates: Mapping[str, float], peaks: Accelerator, source: str) -> dict[str, float | str]:
-    """Shares of the peaks that measured rates are, as `Efficiencies.read` takes them."""
-    of = {"memory": peaks.memory_bandwidth, "launch_seconds": 1.0, "experts_rows": 1.0, "attention_rows": 1.0}
-    return {name: rate / of.get(name, peaks.bf16_flops) for name, rate in rates.items()} | {"source": source}
+    """Convert measured rates to shares of the peaks, in the form of `Efficiencies.read`."""
+    peak_by_name = {"memory": peaks.memory_bandwidth, "launch_seconds": 1.0, "experts_rows": 1.0, "attention_rows": 1.0}
+    return {name: rate / peak_by_name.get(name, peaks.bf16_flops) for name, rate in rates.items()} | {"source": source}
 
 
 def benchmark_rates(arguments: argparse.Namespace) -> None:
-    """Measure what kernels reach of the peaks on a GPU, or on the CPU in FP32; print it, and write it to ``--json``.
+    """Measure the rates of kernels on a GPU, or on the CPU in FP32; print them, and write them to ``--json``.
 
     Raises:
         UserError: the GPU is unknown, or the file cannot be written.
@@ -62,7 +62,7 @@ def benchmark_rates(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         require_writable("--json", arguments.json)
     rates, grid = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
-    if device.type == "cpu":  # the peaks were measured too, and another program may have held the cores then
+    if device.type == "cpu":  # the peaks were measured too, while another program may have used the cores
         flops = max(peaks.bf16_flops, rates["products"], rates["experts"], rates["attention"])
         peaks = replace(peaks, bf16_flops=flops, memory_bandwidth=max(peaks.memory_bandwidth, rates["memory"]))
     source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
@@ -76,7 +76,7 @@ def benchmark_rates(arguments: argparse.Namespace) -> None:
 
 
 def write_shares(shares: dict[str, float | str], file: Path | None) -> None:
-    """Print shares, and add them to those of a file, whose sources are then named one after the other.
+    """Print shares, and add them to those in a file; the file then names the sources of both.
 
     Raises:
         UserError: the file is not JSON of such shares, or cannot be written.
@@ -84,36 +84,38 @@ def write_shares(shares: dict[str, float | str], file: Path | None) -> None:
     print(json.dumps(shares, indent=2), flush=True)
     if file is None:
         return
-    known = read_json_object(file, "remove it, or name another file") if file.exists() else {}
-    sources = dict.fromkeys(str(each["source"]) for each in (known, shares) if "source" in each)
+    stored = read_json_object(file, "remove it, or name another file") if file.exists() else {}
+    sources = dict.fromkeys(str(values["source"]) for values in (stored, shares) if "source" in values)
     try:
-        file.write_text(json.dumps(known | shares | {"source": "; ".join(sources)}, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(stored | shares | {"source": "; ".join(sources)}, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"benchmark: --json {file}: {error.strerror}; name another file") from error
 
 
 def fit_rows(speeds: Mapping[int, float]) -> tuple[float, float]:
-    """The speed with endless rows and the rows at which half of it is reached: speed = most * rows / (rows + half), as
-    the planner takes it. Least squares of 1 / speed, which is linear in 1 / rows; one speed holds for all rows."""
-    xs, ys = [1 / rows for rows in speeds], [1 / rate for rate in speeds.values()]
+    """Fit the speed with infinitely many rows, and the rows at which half of it is reached: speed = max_speed * rows /
+    (rows + half), as the planner assumes. Uses least squares of 1 / speed, which is linear in 1 / rows. A single speed
+    is taken as independent of rows."""
+    xs = [1 / rows for rows in speeds]
+    ys = [1 / rate for rate in speeds.values()]
     slope = 0.0
     if len(speeds) > 1:
-        # Weights of the squares of speeds make the errors relative.
+        # Weighting by the squared speeds makes the errors relative.
         weights = [rate * rate for rate in speeds.values()]
         x_mean, y_mean = (sum(w * v for w, v in zip(weights, vs, strict=True)) / sum(weights) for vs in (xs, ys))
         spread = sum(w * (x - x_mean) ** 2 for w, x in zip(weights, xs, strict=True))
-        both = zip(weights, xs, ys, strict=True)
-        slope = max(sum(w * (x - x_mean) * (y - y_mean) for w, x, y in both) / spread, 0.0)
-        most = 1 / max(y_mean - slope * x_mean, min(ys) / 2)
+        points = zip(weights, xs, ys, strict=True)
+        slope = max(sum(w * (x - x_mean) * (y - y_mean) for w, x, y in points) / spread, 0.0)
+        max_speed = 1 / max(y_mean - slope * x_mean, min(ys) / 2)
     else:
-        most = 1 / ys[0]
-    return most, slope * most
+        max_speed = 1 / ys[0]
+    return max_speed, slope * max_speed
 
 
 def measure_rates(
     shape: ModelShape, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
-    """Measure one layer of a model; the best of some rounds of each.
+    """Measure one layer of a model, with the best of several rounds for each kernel.
 
     Returns:
         ``products``, ``experts`` and ``attention`` in FLOP/s with endless rows, ``experts_rows`` and ``attention_rows``
@@ -143,8 +145,8 @@ def measure_rates(
 
 
 def _expert_flops(experts: Experts, rows: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of both products of so many rows for each expert; of all experts, or of as many as have the assignments of
-    the tokens, but of two at least."""
+    """Return the FLOP/s of both products with this many rows per expert: over all experts, or over as many (at least
+    two) as the assignments of the tokens fill."""
     number, width, hidden_size = experts.gate_up.shape  # experts, both projections, hidden size
     used = max(min(number, 8 * tokens // rows), min(2, number))
     ends = torch.arange(1, number + 1).clamp(max=used) * rows
@@ -158,40 +160,45 @@ def _expert_flops(experts: Experts, rows: int, tokens: int, device: torch.device
 
 
 def _attention_flops(shape: ModelShape, length: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of attention over rows of this length, of all tokens together."""
+    """Return the FLOP/s of attention over rows of this length, with all tokens together."""
     count = max(tokens // length, 1)
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     with torch.device(device):
-        q, k, v = (torch.randn(count, length, each, shape.head_dim, dtype=dtype, requires_grad=True) for each in heads)
+        q, k, v = (
+            torch.randn(count, length, head_count, shape.head_dim, dtype=dtype, requires_grad=True)
+            for head_count in heads
+        )
         documents = torch.zeros(count, length, dtype=torch.int64, device="cpu")
-        found = attention_layout(documents, (count, length), None)
-        layout = None if found is None else found.to(device)
+        full_layout = attention_layout(documents, (count, length), None)
+        layout = None if full_layout is None else full_layout.to(device)
         seconds = _best(lambda: attend(q, k, v, layout), [q, k, v], device)
-    # One product more in backward than `attention_flops` counts.
+    # Backward has one product more than `attention_flops` counts.
     return count * length * attention_flops(shape, length) * 3.5 / 3 / seconds
 
 
 def _launch_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> float:
-    """Time of a dense layer with hardly any work, by its kernels."""
+    """Return the time of a dense layer with minimal work, divided by its number of kernels."""
     small = shape.model_copy(update={"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8})
     with torch.device(device):
         block = TransformerBlock(small, is_dense=True).to(dtype)
         x = torch.randn(1, _TINY_TOKENS, 64, dtype=dtype, requires_grad=True)
         rope = rotary_tables(torch.arange(_TINY_TOKENS).unsqueeze(0), small, dtype)
         seconds = _best(lambda: block(x, rope, None, None, RoutingOptions())[0], [x, *block.parameters()], device)
-    of_form, parts = form(str(dtype).removeprefix("torch."), is_compiled=False), ["dense", "head_norms"]
-    return seconds / sum(sum(KERNELS[part][of_form]) for part in parts[: 1 + small.use_qk_norm])
+    form_index = form(str(dtype).removeprefix("torch."), is_compiled=False)
+    parts = ["dense", "head_norms"]
+    return seconds / sum(sum(KERNELS[part][form_index]) for part in parts[: 1 + small.use_qk_norm])
 
 
 def _best(forward: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:
-    """Seconds of forward and of the gradients of ``leaves``."""
-    grad, times = None, []
+    """Return the seconds of forward and of the gradients of ``leaves``."""
+    grad = None
+    times = []
     for _ in range(_ROUNDS + 1):  # the first one compiles kernels and allocates
         _wait(device)
         started = time.perf_counter()
         y = forward()
         grad = torch.ones_like(y) if grad is None else grad
-        torch.autograd.grad(y, leaves, grad)  # `backward` would add to the gradients of the round before
+        torch.autograd.grad(y, leaves, grad)  # `backward` would accumulate gradients over rounds
         _wait(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])
@@ -203,16 +210,18 @@ def _wait(device: torch.device) -> None:
 
 
 def device_peaks(device: torch.device, dtype: torch.dtype) -> Accelerator | None:
-    """The peaks that the shares are of: the table's for a GPU, None if it lacks the GPU; measured ones for a CPU."""
+    """Return the peaks that shares refer to: for a GPU from the table (None if it is not listed), for a CPU
+    measured."""
     if device.type == "cuda":
         return find_accelerator(torch.cuda.get_device_name(device))
     return cpu_peaks(dtype, detect_machine().free_bytes)
 
 
 def cpu_peaks(dtype: torch.dtype, memory_bytes: int) -> Accelerator:
-    """This CPU as the planner's accelerator: a square product, and copies of a tensor that no cache holds."""
+    """Describe this CPU as an accelerator: measures a square product, and copies of a tensor larger than the caches."""
     x = torch.ones(1 << 26, dtype=torch.uint8)
-    out, times = torch.empty_like(x), []
+    out = torch.empty_like(x)
+    times = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
         out.copy_(x)

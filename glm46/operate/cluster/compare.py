@@ -1,4 +1,4 @@
-"""Results of all hosts: facts that must be equal, the hosts that differ from the most, and a table, the worst first."""
+"""Comparison of all hosts: facts that must be equal, hosts that differ from most others, and a table of all results."""
 
 import hashlib
 import json
@@ -31,10 +31,10 @@ _FORGIVEN = ("kernel", "memory")
 
 
 def host_facts(subject: Subject, config: str) -> dict[str, str]:
-    """Facts that must be equal on all hosts of a run.
+    """Return the facts that must be equal on all hosts of a run.
 
     Args:
-        config: the resolved config as text; empty without one.
+        config: the resolved config as text; empty if there is no config.
     """
     gpus = Counter(gpu.name for gpu in subject.machine.gpus)
     facts = {
@@ -59,34 +59,35 @@ def host_facts(subject: Subject, config: str) -> dict[str, str]:
 
 
 def _source_digest() -> str:
-    root, digest = Path(glm46.__path__[0]), hashlib.sha256()
+    root = Path(glm46.__path__[0])
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def compare_hosts(reports: Sequence[HostReport]) -> None:
-    """Add to each report the facts in which its host differs from most others, or that none does."""
+    """Add to each report the facts in which its host differs from most others, or a PASS if there are no such facts."""
     if len(reports) < 2:
         return
     names = dict.fromkeys(name for report in reports for name in report.facts)
     different: dict[str, list[Result]] = {report.host: [] for report in reports}
     for name in names:
         counts = Counter(report.facts.get(name, "unknown") for report in reports)
-        usual = counts.most_common(1)[0][0]  # of equally many, that of the first host
+        usual = counts.most_common(1)[0][0]  # on a tie, the value of the first host
         for report in reports:
-            own = report.facts.get(name, "unknown")
-            if own != usual:
+            fact = report.facts.get(name, "unknown")
+            if fact != usual:
                 verdict = WARN if name in _FORGIVEN else FAIL
                 remedy = _REMEDIES.get(name, "install or set the same on all hosts")
-                different[report.host].append(Result(f"equal {name}", verdict, own, usual, remedy))
+                different[report.host].append(Result(f"equal {name}", verdict, fact, usual, remedy))
     for report in reports:
         value = f"{len(names)} facts as most hosts have them"
         report.results += different[report.host] or [Result("equal hosts", PASS, value, "equal")]
 
 
 def as_json(reports: Sequence[HostReport], group: Sequence[Result], seconds: float) -> str:
-    """All results as one line of JSON."""
+    """Return all results as one line of JSON."""
     content = {
         "preflight": worst([*group, *(result for report in reports for result in report.results)]),
         "seconds": round(seconds, 1),
@@ -97,14 +98,14 @@ def as_json(reports: Sequence[HostReport], group: Sequence[Result], seconds: flo
 
 
 def from_json(line: str) -> tuple[list[HostReport], list[Result], float]:
-    """The inverse of `as_json`."""
+    """Invert `as_json`: return the reports, the results of the group, and the seconds."""
     content: Mapping = json.loads(line)
     reports = [HostReport.of(report) for report in content["hosts"]]
     return reports, [Result(**result) for result in content["group"]], content["seconds"]
 
 
 def worst(results: Sequence[Result]) -> str:
-    """The worst verdict of all; a SKIP is as good as a PASS."""
+    """Return the worst verdict; a SKIP counts as a PASS."""
     verdicts = {result.verdict for result in results}
     return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)
 
@@ -112,33 +113,47 @@ def worst(results: Sequence[Result]) -> str:
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 _GROUP = "all ranks"
 _BROKEN = re.compile("ISOLATE|REBOOT|RESET")
-"""In the remedies of what a config cannot cause, see docs/preflight.md."""
+"""Words in the remedies of faults that no config can cause, see docs/preflight.md."""
 
 
 def print_table(reports: Sequence[HostReport], group: Sequence[Result], seconds: float, console: Console) -> None:
-    """Print each result once: a check whose verdict is PASS or SKIP on all hosts is one row, else one for each bad
-    host and one for the good ones. Remedies follow the table."""
+    """Print each result once, with the remedies after the table.
+
+    A check with the verdict PASS or SKIP on all hosts takes one row; another one takes a row for each bad host, and one
+    for all good hosts.
+    """
     table = Table(box=None, pad_edge=False)
     for title in ("check", "verdict", "host", "found", "limit"):
         table.add_column(title, overflow="fold")
     rows = [*_rows(reports), *((_GROUP, result) for result in group)]
     for host, result in rows:
         style = _STYLES.get(result.verdict, "")
-        table.add_row(_plain(result.check), f"[{style}]{result.verdict}[/]" if style else result.verdict, host,
-                      _plain(result.value), _plain(result.limit))  # fmt: skip
+        table.add_row(
+            _plain(result.check),
+            f"[{style}]{result.verdict}[/]" if style else result.verdict,
+            host,
+            _plain(result.value),
+            _plain(result.limit),
+        )
     console.print(table)
     bad = [(host, result) for host, result in rows if result.verdict in (WARN, FAIL)]
     for host, result in bad:
         console.print(f"{result.verdict} {host}, {_plain(result.check)}: {_plain(result.remedy)}", soft_wrap=True)
-    for report in reports if shutil.which("scontrol") else ():
+    if shutil.which("scontrol"):
+        _print_drain_commands(reports, console)
+    results = [*group, *(result for report in reports for result in report.results)]
+    counts = ", ".join(f"{sum(r.verdict == verdict for r in results)} {verdict}" for verdict in VERDICTS)
+    console.print(f"{worst(results)}: {counted(len(reports), 'host')}, {counts}, {seconds:.0f} s")
+
+
+def _print_drain_commands(reports: Sequence[HostReport], console: Console) -> None:
+    """Print Slurm's command that drains a host, for each host with a fault that no config can cause."""
+    for report in reports:
         checks = [r.check for r in report.results if r.verdict == FAIL and _BROKEN.search(r.remedy)]
         if checks:
             node = report.host.split()[0].partition(".")[0]
             reason = shlex.quote(f"preflight: {', '.join(dict.fromkeys(checks))}")
             console.print(f"drain: scontrol update NodeName={node} State=DRAIN Reason={_plain(reason)}", soft_wrap=True)
-    every = [*group, *(result for report in reports for result in report.results)]
-    counts = ", ".join(f"{sum(r.verdict == verdict for r in every)} {verdict}" for verdict in VERDICTS)
-    console.print(f"{worst(every)}: {counted(len(reports), 'host')}, {counts}, {seconds:.0f} s")
 
 
 def _rows(reports: Sequence[HostReport]) -> list[tuple[str, Result]]:
@@ -147,15 +162,17 @@ def _rows(reports: Sequence[HostReport]) -> list[tuple[str, Result]]:
     checks = dict.fromkeys(result.check for report in reports for result in report.results)
     rows = []
     for check in checks:
-        here = [(report.host, result) for report in reports for result in report.results if result.check == check]
-        bad = [(host, result) for host, result in here if result.verdict in (WARN, FAIL)]
-        good = [(host, result) for host, result in here if result.verdict not in (WARN, FAIL)]
+        check_rows = [(report.host, result) for report in reports for result in report.results if result.check == check]
+        bad = [(host, result) for host, result in check_rows if result.verdict in (WARN, FAIL)]
+        good = [(host, result) for host, result in check_rows if result.verdict not in (WARN, FAIL)]
         rows += bad
         if good:
-            rows.append((good[0][0] if len(good) == 1 else counted(len(good), "host"), good[0][1]))
+            first_host, first_result = good[0]
+            host = first_host if len(good) == 1 else counted(len(good), "host")
+            rows.append((host, first_result))
     return rows
 
 
 def _plain(text: str) -> str:
-    """Text in which rich finds no markup."""
+    """Escape the markup of rich."""
     return text.replace("[", "\\[")

@@ -16,7 +16,7 @@ _DRIVER = "proc/driver/nvidia/version"
 
 
 def gpus(subject: Subject) -> Iterator[Result]:
-    """State of each GPU."""
+    """Check the state of each GPU."""
     has_driver = subject.read(_DRIVER) is not None
     done = run_program(["nvidia-smi", "-q", "-x"], _SECONDS)
     if done is None:
@@ -27,15 +27,15 @@ def gpus(subject: Subject) -> Iterator[Result]:
             yield Result("GPU", SKIP, "no NVIDIA driver here")
         return
     if done.code:
-        said = done.output.strip().splitlines()[-1:] or ["nothing"]
+        last_lines = done.output.strip().splitlines()[-1:] or ["nothing"]
         remedy = "the driver does not run: look at dmesg, then REBOOT the host"
-        yield Result("GPU", FAIL, f"nvidia-smi: exit code {done.code}: {said[0]}", "0", remedy)
+        yield Result("GPU", FAIL, f"nvidia-smi: exit code {done.code}: {last_lines[0]}", "0", remedy)
         return
     yield from judge_gpus(done.output, subject.processes)
 
 
 def judge_gpus(xml: str, processes: int) -> Iterator[Result]:
-    """Results for the output of ``nvidia-smi -q -x``.
+    """Return the results for the output of ``nvidia-smi -q -x``.
 
     Args:
         processes: ranks of this host, one for each GPU.
@@ -48,25 +48,25 @@ def judge_gpus(xml: str, processes: int) -> Iterator[Result]:
     except ElementTree.ParseError as error:
         raise ValueError(f"nvidia-smi -q -x: {error}") from error
     names = sorted({device.findtext("product_name", "GPU") for device in devices})
-    found = f"{len(devices)} x {', '.join(names)}"
+    inventory = f"{len(devices)} x {', '.join(names)}"
     remedy = "a GPU is missing: nvidia-smi -L, dmesg for Xid 79; REBOOT the host, ISOLATE it if the GPU stays away"
-    yield limited("GPU count", len(devices) >= processes, found, f">= {processes}, one for each rank", remedy)
+    yield limited("GPU count", len(devices) >= processes, inventory, f">= {processes}, one for each rank", remedy)
     for check, verdict, limit, remedy, judge in _CHECKS:
-        bad = [(number, value) for number, device in enumerate(devices) if (value := judge(device))]
+        bad = [(number, fault) for number, device in enumerate(devices) if (fault := judge(device))]
         if bad:
-            value = ", ".join(f"GPU {number}: {value}" for number, value in bad)
+            value = ", ".join(f"GPU {number}: {fault}" for number, fault in bad)
             yield Result(check, verdict, value, limit, remedy)
         elif devices:
             yield Result(check, PASS, counted(len(devices), "GPU"), limit)
 
 
 def _number(text: str | None) -> int | None:
-    found = re.match(r"\d+", text or "")
-    return int(found[0]) if found else None
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else None
 
 
 def _not(path: str, good: str) -> Callable[[ElementTree.Element], str]:
-    """A judge of a field that must have one value; N/A and absent fields are not judged."""
+    """Return a judge of a field that must have this value. N/A and absent fields are not judged."""
 
     def judge(device: ElementTree.Element) -> str:
         value = (device.findtext(path) or "N/A").strip()
@@ -88,24 +88,25 @@ def _remapped(device: ElementTree.Element) -> str:
 
 
 def _throttled(device: ElementTree.Element) -> str:
-    # Drivers before R535 call the reasons of events those of throttling.
+    # Drivers before R535 call this field clocks_throttle_reasons, later ones clocks_event_reasons.
     reasons = device.findall("clocks_event_reasons/*") + device.findall("clocks_throttle_reasons/*")
     active = [reason.tag.partition("_reason_")[2] for reason in reasons if (reason.text or "").strip() == "Active"]
     return ", ".join(name for name in active if name in _THROTTLES)
 
 
-def _above(path: str, most: int, unit: str) -> Callable[[ElementTree.Element], str]:
+def _above(path: str, max_value: int, unit: str) -> Callable[[ElementTree.Element], str]:
     def judge(device: ElementTree.Element) -> str:
         value = _number(device.findtext(path))
-        return f"{value} {unit}" if value is not None and value > most else ""
+        return f"{value} {unit}" if value is not None and value > max_value else ""
 
     return judge
 
 
 def _narrow(device: ElementTree.Element) -> str:
     widths = "pci/pci_gpu_link_info/link_widths/"
-    now, most = (_number(device.findtext(f"{widths}{name}_link_width")) for name in ("current", "max"))
-    return f"x{now} of x{most}" if now and most and now < most else ""
+    width = _number(device.findtext(f"{widths}current_link_width"))
+    max_width = _number(device.findtext(f"{widths}max_link_width"))
+    return f"x{width} of x{max_width}" if width and max_width and width < max_width else ""
 
 
 _CHECKS = (
@@ -116,20 +117,26 @@ _CHECKS = (
     ("GPU persistence", WARN, "on", "start nvidia-persistenced", _not("persistence_mode", "Enabled")),
     ("GPU throttling", FAIL, "none", "ISOLATE the host, look at its cooling and power", _throttled),
     (
-        "GPU temperature", FAIL, f"<= {_IDLE_CELSIUS} C without load", "look at the cooling; a job may run there",
+        "GPU temperature",
+        FAIL,
+        f"<= {_IDLE_CELSIUS} C without load",
+        "look at the cooling; a job may run there",
         _above("temperature/gpu_temp", _IDLE_CELSIUS, "C"),
     ),
     (
-        "GPU memory in use", FAIL, f"<= {_IDLE_MIB} MiB", "a job runs there: nvidia-smi shows its processes; end it",
+        "GPU memory in use",
+        FAIL,
+        f"<= {_IDLE_MIB} MiB",
+        "a job runs there: nvidia-smi shows its processes; end it",
         _above("fb_memory_usage/used", _IDLE_MIB, "MiB"),
     ),
     ("GPU link width", FAIL, "the device's most", "ISOLATE the host, reseat the GPU", _narrow),
     ("GPU recovery", FAIL, "None", "RESET, REBOOT or ISOLATE, as it says", _not("gpu_recovery_action", "None")),
-)  # fmt: skip
+)
 
 
 def nvlink(subject: Subject) -> Iterator[Result]:
-    """Checks that all NVLinks of each GPU are up."""
+    """Check that all NVLinks of each GPU are up."""
     done = run_program(["nvidia-smi", "nvlink", "--status"], _SECONDS) if subject.has_gpu else None
     if done is None or done.code or "Link" not in done.output:
         yield Result("NVLink", SKIP, "no NVLink here" if subject.has_gpu else "no GPU here")
@@ -138,15 +145,15 @@ def nvlink(subject: Subject) -> Iterator[Result]:
 
 
 def judge_nvlink(output: str) -> Result:
-    """The result for the output of ``nvidia-smi nvlink --status``: lines ``Link 0: 26.562 GB/s`` below each GPU; a link
-    that is down is ``<inactive>``."""
+    """Return the result for the output of ``nvidia-smi nvlink --status``: lines ``Link 0: 26.562 GB/s`` below each GPU,
+    ``<inactive>`` for a link that is down."""
     links: dict[str, list[bool]] = {}
     for line in output.splitlines():
         if line.startswith("GPU"):
             device = line.partition(":")[0]
             links[device] = []
-        elif (found := re.match(r"\s+Link \d+: (.*)", line)) and links:
-            links[device].append("inactive" not in found[1])
+        elif (match := re.match(r"\s+Link \d+: (.*)", line)) and links:
+            links[device].append("inactive" not in match[1])
     bad = [f"{device}: {up.count(False)} of {len(up)} down" for device, up in links.items() if not all(up)]
     counts = {sum(up) for up in links.values()}
     if not bad and len(counts) > 1:
@@ -156,7 +163,7 @@ def judge_nvlink(output: str) -> Result:
 
 
 def diagnostic(subject: Subject) -> Iterator[Result]:
-    """NVIDIA's own diagnostic of a node, minutes long."""
+    """Run NVIDIA's diagnostic of a node, which takes minutes."""
     if not (subject.is_full and subject.has_gpu):
         return
     done = run_program(["dcgmi", "diag", "-r", "2"], _DIAGNOSTIC_SECONDS)
@@ -165,7 +172,8 @@ def diagnostic(subject: Subject) -> Iterator[Result]:
         return
     failed = [" ".join(line.split()) for line in done.output.splitlines() if re.search(r"\bFail\b", line)]
     value = "; ".join(failed[:3]) or f"exit code {done.code}"
-    is_good, remedy = not done.code and not failed, "dcgmi diag -r 3, then ISOLATE the host"
+    is_good = not done.code and not failed
+    remedy = "dcgmi diag -r 3, then ISOLATE the host"
     yield limited("dcgmi diag", is_good, value, "no test fails", remedy)
 
 

@@ -23,33 +23,44 @@ _OPEN_FILES_GPU = 65_536
 """A rank of a large run has sockets to thousands of others, and files of data and checkpoints."""
 _PROCESSES = 4096
 _LOCKED_BYTES = 16 * _GIB
-"""RDMA registers memory as locked; vendors' health checks ask for this much at least."""
+"""RDMA locks the memory that it registers; vendors' health checks require at least this much."""
 _SHARED_BYTES = 64 * 2**20
 _SHARED_BYTES_GPU = _GIB
-"""Of /dev/shm for each rank: batches of loader workers, and NCCL's buffers between GPUs without peer access."""
+"""Space in /dev/shm for each rank: batches of loader workers, and NCCL's buffers between GPUs without peer access."""
 _FREE_BYTES = _GIB
 
-# Of NVIDIA's list of Xid errors, those after which a GPU needs an action, and those of one application.
+# Xid errors in NVIDIA's list after which a GPU needs an action; `_XID_WARNINGS` are faults of one application.
 _XID_ACTIONS = {
-    48: "RESET the GPU", 54: "ISOLATE the host: power connector", 62: "RESET the GPU", 64: "RESET the GPU",
-    74: "RESET the GPU: NVLink", 79: "REBOOT the host: GPU has fallen off the bus", 95: "RESET the GPU",
-    109: "RESET the GPU", 110: "RESET the GPU", 119: "REBOOT the host: GSP", 120: "REBOOT the host: GSP",
-    136: "RESET the GPU", 140: "RESET the GPU", 143: "RESET the GPU", 154: "RESET or REBOOT, as the message says",
-}  # fmt: skip
+    48: "RESET the GPU",
+    54: "ISOLATE the host: power connector",
+    62: "RESET the GPU",
+    64: "RESET the GPU",
+    74: "RESET the GPU: NVLink",
+    79: "REBOOT the host: GPU has fallen off the bus",
+    95: "RESET the GPU",
+    109: "RESET the GPU",
+    110: "RESET the GPU",
+    119: "REBOOT the host: GSP",
+    120: "REBOOT the host: GSP",
+    136: "RESET the GPU",
+    140: "RESET the GPU",
+    143: "RESET the GPU",
+    154: "RESET or REBOOT, as the message says",
+}
 _XID_WARNINGS = (13, 31, 43, 45, 63, 92, 94)
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 _KERNEL_FAULTS = {
     "out of memory": re.compile(r"Out of memory: Killed process|Memory cgroup out of memory"),
     "disk": re.compile(r"I/O error, dev|blk_update_request: .*error|EXT4-fs error|XFS .*[Cc]orruption|Remounting file"),
     "memory": re.compile(r"Hardware Error|Machine check events logged|EDAC .* UE "),
-}  # fmt: skip
+}
 _SECONDS = 5.0
 STARTS_PORTS = ("MASTER_PORT", "MASTER_PORT + 1")
-"""Of the first start, or of this program, by their names in `Subject.ports`."""
+"""Ports of the first start, or of this program, by their names in `Subject.ports`."""
 
 
 def open_files(subject: Subject) -> Iterator[Result]:
-    """Limit of open files of a process."""
+    """Check the limit of open files of a process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES_GPU if subject.has_gpu else _OPEN_FILES
     is_good = soft == resource.RLIM_INFINITY or soft >= needed
@@ -59,14 +70,14 @@ def open_files(subject: Subject) -> Iterator[Result]:
 
 
 def user_processes(subject: Subject) -> Iterator[Result]:
-    """Limit of processes and threads of this user."""
+    """Check the limit of processes and threads of this user."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_good = soft == resource.RLIM_INFINITY or soft >= _PROCESSES
     yield limited("user processes", is_good, _count(soft), f">= {_PROCESSES:,}", "ulimit -u, or nproc in limits.conf")
 
 
 def locked_memory(subject: Subject) -> Iterator[Result]:
-    """Limit of locked memory, which InfiniBand needs."""
+    """Check the limit of locked memory, which InfiniBand needs."""
     if not (subject.root / "sys/class/infiniband").is_dir():
         yield Result("locked memory", SKIP, "no InfiniBand here, which alone needs it")
         return
@@ -77,7 +88,7 @@ def locked_memory(subject: Subject) -> Iterator[Result]:
 
 
 def shared_memory(subject: Subject) -> Iterator[Result]:
-    """Free space of /dev/shm."""
+    """Check the free space of /dev/shm."""
     free = shutil.disk_usage(subject.root / "dev/shm").free
     needed = subject.processes * (_SHARED_BYTES_GPU if subject.has_gpu else _SHARED_BYTES)
     limit = f">= {needed / 2**20:,.0f} MiB for {counted(subject.processes, 'rank')}"
@@ -86,15 +97,16 @@ def shared_memory(subject: Subject) -> Iterator[Result]:
 
 
 def free_memory(subject: Subject) -> Iterator[Result]:
-    """Memory of the host that ranks can take."""
-    free, needed = subject.machine.free_bytes, subject.processes * _FREE_BYTES
+    """Check the memory of the host that ranks can use."""
+    free = subject.machine.free_bytes
+    needed = subject.processes * _FREE_BYTES
     limit = f">= {counted(subject.processes, 'rank')} x 1 GiB"
     remedy = "end what else runs there: ps aux --sort=-rss | head"
     yield limited("host memory", free >= needed, f"{free / _GIB:.1f} GiB available", limit, remedy)
 
 
 def clock(subject: Subject) -> Iterator[Result]:
-    """Checks that something keeps the clock right. Its offset to other hosts is measured by the ranks."""
+    """Check that a program synchronises the clock. The ranks measure its offset to other hosts."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex is smaller
     remedy = "start chrony or systemd-timesyncd; certificates, logs and file times of hosts are compared"
     value = "not synchronised" if state == _UNSYNCHRONISED else "synchronised"
@@ -102,15 +114,16 @@ def clock(subject: Subject) -> Iterator[Result]:
 
 
 def names(subject: Subject) -> Iterator[Result]:
-    """Checks that this host's name and that of the first node mean addresses that other hosts can use."""
-    own = socket.gethostname()
-    wanted = [("own name", own)] + ([("first node", subject.address)] if subject.nodes > 1 else [])
-    for check, name in wanted:
+    """Check that the names of this host and of the first node have addresses that other hosts can use."""
+    name_by_check = {"own name": socket.gethostname()}
+    if subject.nodes > 1:
+        name_by_check["first node"] = subject.address
+    for check, name in name_by_check.items():
         addresses = addresses_of(name)
         shown = f"{name}: {', '.join(addresses) or 'unknown'}"
         remedy = f"add {name} to DNS or to /etc/hosts of all hosts"
         if check == "own name" and subject.nodes == 1:
-            # One host uses the loopback address anyway.
+            # A run on one host uses the loopback address.
             yield limited(check, bool(addresses), shown, "known", remedy, otherwise=WARN)
             continue
         yield limited(check, bool(addresses), shown, "known", remedy)
@@ -120,15 +133,15 @@ def names(subject: Subject) -> Iterator[Result]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """The IP addresses of a host name, sorted; empty if it is unknown."""
+    """Return the IP addresses of a host name, sorted; empty if it is unknown."""
     try:
-        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
         return []
 
 
 def ports(subject: Subject) -> Iterator[Result]:
-    """Checks that the ports of the run can be opened on the first node."""
+    """Check that the ports of the run can be opened on the first node."""
     if subject.node != 0:
         return
     free = []
@@ -137,42 +150,45 @@ def ports(subject: Subject) -> Iterator[Result]:
             socket.create_server(("", port)).close()
             free.append(str(port))
         except OSError as error:
-            key, owner = name.partition(" +")[0], _listener(port)
-            shows = "" if owner else f"; ss -ltnp 'sport = :{port}' as root shows its process"
-            remedy = f"end what has the port, or set another {key} on all hosts{shows}"
-            # The exporter takes another port if its own is in use, and a later restart may find its port free.
+            key = name.partition(" +")[0]
+            owner = _listener(port)
+            hint = "" if owner else f"; ss -ltnp 'sport = :{port}' as root shows its process"
+            remedy = f"end what has the port, or set another {key} on all hosts{hint}"
+            # A run continues without its exporter, and a later restart may find its port free.
             verdict = FAIL if name in STARTS_PORTS else WARN
             if error.errno == errno.EACCES:
-                owner, verdict, remedy = "", FAIL, f"only root opens it: set {key} to 1024 or more on all hosts"
+                owner = ""
+                verdict = FAIL
+                remedy = f"only root opens it: set {key} to 1024 or more on all hosts"
             yield Result(f"port {name}", verdict, f"{port}: {os.strerror(error.errno or 0)}{owner}", "free", remedy)
     if free:
         yield Result("ports", PASS, f"{', '.join(free)} are free", "free")
 
 
 def _listener(port: int) -> str:
-    """The process that listens on a port, as the end of a sentence; empty if ss is not installed or may not say it."""
+    """Return the process that listens on a port as the end of a sentence; empty if ss is not installed or hides it."""
     done = run_program(["ss", "-Hltnp", f"sport = :{port}"], _SECONDS)
-    found = re.search(r'\("(.+?)",pid=(\d+)', done.output) if done is not None else None
-    return f" by {found[1]}, process {found[2]}" if found else ""
+    match = re.search(r'\("(.+?)",pid=(\d+)', done.output) if done is not None else None
+    return f" by {match[1]}, process {match[2]}" if match else ""
 
 
 def kernel_log(subject: Subject) -> Iterator[Result]:
-    """Faults of GPUs, memory and disks in the kernel's log since boot."""
+    """Check the kernel's log since boot for faults of GPUs, memory and disks."""
     done = run_program(["dmesg"], _SECONDS)
     if done is None or done.code:
-        why = "dmesg is not installed" if done is None else done.output.strip().splitlines()[-1]
-        yield Result("kernel log", SKIP, f"{why}; as root, or with kernel.dmesg_restrict = 0")
+        reason = "dmesg is not installed" if done is None else done.output.strip().splitlines()[-1]
+        yield Result("kernel log", SKIP, f"{reason}; as root, or with kernel.dmesg_restrict = 0")
         return
     yield from kernel_faults(done.output)
 
 
 def kernel_faults(log: str) -> Iterator[Result]:
-    """Results for the text of a kernel log."""
-    found = [(device, int(number)) for device, number in _XID.findall(log)]
-    for number in sorted({number for _, number in found}):
-        devices = sorted({device for device, of in found if of == number})
-        count = sum(of == number for _, of in found)
-        value = f"Xid {number} x {count} on {', '.join(devices[:4])}"
+    """Return the results for the text of a kernel log."""
+    xids = [(device, int(number)) for device, number in _XID.findall(log)]
+    for number in sorted({number for _, number in xids}):
+        devices = [device for device, xid in xids if xid == number]
+        count = len(devices)
+        value = f"Xid {number} x {count} on {', '.join(sorted(set(devices))[:4])}"
         if number in _XID_ACTIONS:
             yield Result("kernel log", FAIL, value, "none", _XID_ACTIONS[number])
         elif number in _XID_WARNINGS:
@@ -183,7 +199,7 @@ def kernel_faults(log: str) -> Iterator[Result]:
         if lines:
             value = f"{kind} x {len(lines)}, last: {lines[-1][:80]}"
             yield Result("kernel log", WARN, value, "none", "MONITOR this host: dmesg -T shows when, and what it hit")
-    if not found and not any(pattern.search(log) for pattern in _KERNEL_FAULTS.values()):
+    if not xids and not any(pattern.search(log) for pattern in _KERNEL_FAULTS.values()):
         yield Result("kernel log", PASS, "no fault of GPU, memory or disk", "none")
 
 
@@ -192,7 +208,13 @@ def _count(number: int) -> str:
 
 
 HOST_CHECKS = {
-    "open files": open_files, "user processes": user_processes, "locked memory": locked_memory,
-    "/dev/shm": shared_memory, "host memory": free_memory, "clock": clock, "own name": names, "port": ports,
+    "open files": open_files,
+    "user processes": user_processes,
+    "locked memory": locked_memory,
+    "/dev/shm": shared_memory,
+    "host memory": free_memory,
+    "clock": clock,
+    "own name": names,
+    "port": ports,
     "kernel log": kernel_log,
-}  # fmt: skip
+}

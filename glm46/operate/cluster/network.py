@@ -1,10 +1,6 @@
-"""Checks of the network of one host: InfiniBand ports, named interfaces, variables of NCCL; and that a Prometheus
-watches: it is ready, has the rules, and knows an Alertmanager."""
+"""Checks of the network of one host: InfiniBand ports, named interfaces, variables of NCCL."""
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +10,6 @@ _INFINIBAND = "sys/class/infiniband"
 _INTERFACES = "sys/class/net"
 _RISING = ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")
 _WATCH_SECONDS = 0.5
-_ANSWER_SECONDS = 5.0
-_RULE = "TrainingDown"
 
 NCCL_VARIABLES = {
     "NCCL_ALGO": (
@@ -35,16 +29,19 @@ NCCL_VARIABLES = {
     "NCCL_DEBUG": (WARN, "unset it, or VERSION or WARN, once the fault is found"),
     "NCCL_NVLS_ENABLE": (WARN, "unset it: 0 costs a quarter of the bandwidth inside of a host with NVSwitch"),
 }
-"""Verdict and remedy of variables that somebody may have set. docs/nccl.md says more."""
+"""Verdict and remedy of variables that a user may have set, see docs/nccl.md."""
 _HARMLESS = {
-    "NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": "0", "NCCL_DEBUG": "WARN VERSION",
+    "NCCL_IB_DISABLE": "0",
+    "NCCL_P2P_DISABLE": "0",
+    "NCCL_SHM_DISABLE": "0",
+    "NCCL_DEBUG": "WARN VERSION",
     "NCCL_NVLS_ENABLE": "1 2",
-}  # fmt: skip
-"""Values that these variables have anyway, or that change nothing but a line of output."""
+}
+"""Values that are the defaults of these variables, or that only change a line of output."""
 
 
 def infiniband(subject: Subject) -> Iterator[Result]:
-    """State, rate and error counters of each InfiniBand or RoCE port."""
+    """Check the state, rate and error counters of each InfiniBand or RoCE port."""
     ports = sorted((subject.root / _INFINIBAND).glob("*/ports/*"))
     if not ports:
         yield Result("InfiniBand", SKIP, "no adapter here")
@@ -52,8 +49,11 @@ def infiniband(subject: Subject) -> Iterator[Result]:
     names = {port: f"{port.parents[1].name}/{port.name}" for port in ports}
     states = {port: _read(port / "state").partition(": ")[2] for port in ports}  # "4: ACTIVE"
     links = {port: _read(port / "phys_state").partition(": ")[2] for port in ports}  # "5: LinkUp"
-    down = [f"{names[port]} {states[port]}, {links[port]}" for port in ports
-            if (states[port], links[port]) != ("ACTIVE", "LinkUp")]  # fmt: skip
+    down = [
+        f"{names[port]} {states[port]}, {links[port]}"
+        for port in ports
+        if (states[port], links[port]) != ("ACTIVE", "LinkUp")
+    ]
     remedy = "look at cable and switch port; exclude an adapter that is not wired: NCCL_IB_HCA=^=NAME"
     yield limited("InfiniBand", not down, ", ".join(down) or f"{len(ports)} ports up", "all ACTIVE, LinkUp", remedy)
     rates = {port: float((_read(port / "rate").split() or ["0"])[0]) for port in ports}  # "400 Gb/sec (4X NDR)"
@@ -62,9 +62,14 @@ def infiniband(subject: Subject) -> Iterator[Result]:
     yield limited("InfiniBand rate", not slow, ", ".join(slow) or "equal", limit, "ISOLATE the host, replace the cable")
     before = {port: _counters(port) for port in ports}
     time.sleep(_WATCH_SECONDS)
-    rising = [f"{names[port]} {name} + {count - before[port][name]}" for port in ports
-              for name, count in _counters(port).items() if count > before[port].get(name, count)]  # fmt: skip
-    value, remedy = ", ".join(rising) or "none rise", "ISOLATE the host, replace the cable"
+    rising = [
+        f"{names[port]} {name} + {count - before[port][name]}"
+        for port in ports
+        for name, count in _counters(port).items()
+        if count > before[port].get(name, count)
+    ]
+    value = ", ".join(rising) or "none rise"
+    remedy = "ISOLATE the host, replace the cable"
     yield limited("InfiniBand errors", not rising, value, "none rise", remedy)
 
 
@@ -81,63 +86,39 @@ def _read(path: Path) -> str:
 
 
 def interfaces(subject: Subject) -> Iterator[Result]:
-    """Checks that the interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name are there and up."""
-    here = sorted(path.name for path in (subject.root / _INTERFACES).glob("*"))
+    """Check that the interfaces in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME exist and are up."""
+    present = sorted(path.name for path in (subject.root / _INTERFACES).glob("*"))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = subject.variables.get(variable)
         if value is None:
             continue
-        is_nccl, excluded = variable.startswith("NCCL"), value.startswith("^")
-        wanted = [name.lstrip("=") for name in value.lstrip("^=").split(",")]
-        exact = not is_nccl or value.lstrip("^").startswith("=")
-        chosen = [name for name in here if any(name == one if exact else name.startswith(one) for one in wanted)]
-        chosen = sorted(set(here) - set(chosen)) if excluded else chosen
+        is_nccl = variable.startswith("NCCL")
+        is_excluded = value.startswith("^")
+        patterns = [name.lstrip("=") for name in value.lstrip("^=").split(",")]
+        is_exact = not is_nccl or value.lstrip("^").startswith("=")
+        chosen = [name for name in present if _matches(name, patterns, is_exact=is_exact)]
+        chosen = sorted(set(present) - set(chosen)) if is_excluded else chosen
         up = [name for name in chosen if (subject.read(f"{_INTERFACES}/{name}/operstate") or "") in ("up", "unknown")]
-        limit, remedy = f"one of {', '.join(here)} that is up", f"correct or unset {variable}; ip -br link shows them"
+        limit = f"one of {', '.join(present)} that is up"
+        remedy = f"correct or unset {variable}; ip -br link shows them"
         yield limited(variable, bool(up), f"{value}: {', '.join(up) or 'none up'}", limit, remedy)
 
 
+def _matches(interface: str, patterns: list[str], *, is_exact: bool) -> bool:
+    """True if a pattern is the name of an interface, or, unless exact, its prefix."""
+    return any(interface == pattern if is_exact else interface.startswith(pattern) for pattern in patterns)
+
+
 def nccl_variables(subject: Subject) -> Iterator[Result]:
-    """Variables of NCCL that slow or break a run, see docs/nccl.md."""
-    bad = [name for name in NCCL_VARIABLES if name in subject.variables]
-    bad = [name for name in bad if subject.variables[name].upper() not in _HARMLESS.get(name, "").split()]
+    """Check for variables of NCCL that slow or break a run, see docs/nccl.md."""
+    listed = [name for name in NCCL_VARIABLES if name in subject.variables]
+    bad = [name for name in listed if subject.variables[name].upper() not in _HARMLESS.get(name, "").split()]
     for name in bad:
         verdict, remedy = NCCL_VARIABLES[name]
         yield Result("NCCL variables", verdict, f"{name}={subject.variables[name]}", "unset", remedy)
     if not bad:
-        set_here = sorted(name for name in subject.variables if name.startswith("NCCL_"))
-        yield Result("NCCL variables", PASS, ", ".join(set_here) or "none set", "none that harms")
+        set_names = sorted(name for name in subject.variables if name.startswith("NCCL_"))
+        yield Result("NCCL variables", PASS, ", ".join(set_names) or "none set", "none that harms")
 
 
-def prometheus(subject: Subject) -> Iterator[Result]:
-    """State of the Prometheus that ``--prometheus`` names, asked by the first host."""
-    if subject.node != 0:
-        return
-    if subject.prometheus is None:
-        yield Result("monitoring", SKIP, "only with --prometheus http://127.0.0.1:9090, or where yours is")
-        return
-    url = subject.prometheus.rstrip("/")
-    remedy = "bash scripts/setup_monitoring.sh --start; --status says what runs"
-    try:
-        _get(f"{url}/-/ready")
-        rules = json.loads(_get(f"{url}/api/v1/rules"))["data"]["groups"]
-        managers = json.loads(_get(f"{url}/api/v1/alertmanagers"))["data"]["activeAlertmanagers"]
-    except (OSError, ValueError, KeyError) as error:
-        yield Result("monitoring", FAIL, f"{url}: {error}", "ready", remedy)
-        return
-    has_rules = any(rule["name"] == _RULE for group in rules for rule in group["rules"])
-    value = f"{url}: {len(rules)} groups of rules, {len(managers)} Alertmanagers"
-    yield limited("monitoring", has_rules and bool(managers), value, f"rule {_RULE}, an Alertmanager", remedy)
-
-
-def _get(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
-            return answer.read()
-    except urllib.error.HTTPError as error:
-        raise OSError(f"HTTP {error.code}") from error
-
-
-NETWORK_CHECKS = {
-    "InfiniBand": infiniband, "interfaces": interfaces, "NCCL variables": nccl_variables, "monitoring": prometheus,
-}  # fmt: skip
+NETWORK_CHECKS = {"InfiniBand": infiniband, "interfaces": interfaces, "NCCL variables": nccl_variables}

@@ -1,4 +1,4 @@
-"""Preflight: the examination of each host, the ranks, and the judgement of all."""
+"""Preflight: checks of each host, checks by the ranks, and the verdict on all hosts."""
 
 import argparse
 import json
@@ -31,7 +31,6 @@ from glm46.operate.cluster.storage import STORAGE_CHECKS
 from glm46.operate.estimate.machine import Machine, detect_machine, processes_of_node
 from glm46.operate.estimate.requirement import judge_config
 from glm46.operate.launch.nodes import LAST_PORT, Nodes
-from glm46.operate.launch.rank_server import RankServer
 from glm46.operate.launch.rendezvous import refuse_ports, rendezvous_options
 from glm46.operate.launch.torchrun import End, LauncherSignals, run_ranks
 from glm46.run.plan import Plan, resolve_plan
@@ -41,21 +40,21 @@ EXIT_FAIL = 1
 _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_")
 _CHECK_SECONDS = {False: 15.0, True: 300.0}
 RANK_SECONDS = {False: 45, True: 300}
-"""Deadlines of each check, and of all that the ranks do: quick, full."""
+"""Deadlines of each check, and of all checks by the ranks; the key is True for a full preflight."""
 _LOG_COLUMNS = 150
 _RESTARTS = 10
-"""Of --max-restarts, each of which takes the next port."""
+"""Number of restarts whose ports are checked; each restart takes the next port."""
 RESULTS_FILE = "preflight.json"
 """Name of the results in the dump folder."""
 STANDARD_OUTPUT = Path("-")
 _LEAVE_SECONDS = 5.0
 _MEET_SECONDS = 60.0
-"""For the slowest host after the first one is ready."""
+"""Time for the slowest host after the first one is ready."""
 
 
 @dataclass
 class HostExamination:
-    """The examination of one host, and on the first one the judgement of all."""
+    """The examination of one host, and on the first host the verdict on all."""
 
     arguments: argparse.Namespace
     overrides: tuple[str, ...]
@@ -63,8 +62,9 @@ class HostExamination:
     nodes: Nodes
 
     def run(self) -> int:
-        """Examine this host, meet the others, start the ranks; returns the exit code."""
-        began, subject = time.monotonic(), self._subject()
+        """Examine this host, meet the others, start the ranks; return the exit code."""
+        began = time.monotonic()
+        subject = self._subject()
         report = self._examine(subject)
         if self.arguments.local:
             return self._finish([report], [Result("ranks", SKIP, "--local starts none")], began)
@@ -73,20 +73,24 @@ class HostExamination:
         return self._meet(report, subject, began)
 
     def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
-        """`run` on several hosts, which all return the exit code of the first."""
+        """Do `run` on several hosts, which all return the exit code of the first."""
         meeting = Meeting(self.nodes.rank, self.nodes.count, self.nodes.host, self.nodes.port)
-        found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
-        reports = [self._report_of(node, content) for node, content in enumerate(found)]
-        obstacle = meeting.decide("obstacle", _obstacle(reports, found), self.nodes.count * _MEET_SECONDS)
-        end, rows, stages = End(EXIT_FAIL, "no answer from the first host"), dict[int, Any](), dict[int, str]()
+        contents = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
+        reports = [self._report_of(node, content) for node, content in enumerate(contents)]
+        obstacle = meeting.decide("obstacle", _obstacle(reports, contents), self.nodes.count * _MEET_SECONDS)
+        end = End(EXIT_FAIL, "no answer from the first host")
+        rows = dict[int, Any]()
+        stages = dict[int, str]()
         if obstacle == "":
             end, rows, stages = self._start_ranks(subject)
-        every = meeting.collect("stages", stages, _MEET_SECONDS)
+        stages_by_host = meeting.collect("stages", stages, _MEET_SECONDS)
         code = EXIT_FAIL
         if self.nodes.rank == 0:
-            stages = {int(rank): stage for of_host in every for rank, stage in (of_host or {}).items()}
-            group = [Result("ranks", SKIP, obstacle)]
-            group = group if obstacle else _judged(reports, end, rows, stages, subject.processes)
+            stages = {int(rank): stage for host_stages in stages_by_host for rank, stage in (host_stages or {}).items()}
+            if obstacle:
+                group = [Result("ranks", SKIP, obstacle)]
+            else:
+                group = _judged(reports, end, rows, stages, subject.processes)
             code = self._finish(reports, group, began)
         code = meeting.decide("code", code, RANK_SECONDS[True])
         meeting.collect("end", True, _LEAVE_SECONDS)
@@ -122,29 +126,31 @@ class HostExamination:
             ports=ports,
             variables=variables_that_begin(*_VARIABLES),
             is_full=self.arguments.full,
-            prometheus=self.arguments.prometheus,
         )
 
     def _processes(self, machine: Machine) -> int:
-        """Ranks of each host. If this machine cannot train the run, `launch` refuses it, and its hosts are checked with
-        ranks for what they have."""
-        stated, parallelism = self.arguments.nproc or self.nodes.processes, ParallelismConfig()
-        if self.config is not None and stated is None and judge_config(self.config, machine, None).fits:
+        """Return the number of ranks of each host.
+
+        If this machine cannot train the run, which `launch` refuses, it is the number of ranks for its devices.
+        """
+        requested = self.arguments.nproc or self.nodes.processes
+        parallelism = ParallelismConfig()
+        if self.config is not None and requested is None and judge_config(self.config, machine, None).fits:
             parallelism = self.config.parallelism
-        return stated or processes_of_node(parallelism, machine)
+        return requested or processes_of_node(parallelism, machine)
 
     def _examine(self, subject: Subject) -> HostReport:
         # Imported here: it loads torch, which a config with faults does not need.
         from glm46.operate.cluster.run_files import RUN_CHECKS
 
-        of_run = RUN_CHECKS if subject.plan is not None else {}
-        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | of_run | RECOVERY_CHECKS
+        plan_checks = RUN_CHECKS if subject.plan is not None else {}
+        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | plan_checks | RECOVERY_CHECKS
         results = run_checks(subject, checks, _CHECK_SECONDS[self.arguments.full])
         text = dump_config(self.config) if self.config is not None else ""
         return HostReport(socket.gethostname(), results, host_facts(subject, text))
 
     def _start_ranks(self, subject: Subject) -> tuple[End, Rows, dict[int, str]]:
-        """Run the ranks of this host; returns their end, what they found, and where each of them was last."""
+        """Run the ranks of this host; return their end, their results, and the last stage of each rank."""
         share_cores(subject.machine.cores, subject.processes)
         with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
             options = ["--ranks-folder", folder, "--ranks-per-host", str(subject.processes)]
@@ -152,18 +158,17 @@ class HostExamination:
             options += ["--config", str(self.arguments.config), *self.overrides] if self.config is not None else []
             nodes = replace(self.nodes, port=self.nodes.port + 1)  # the meeting has the first port
             rendezvous = rendezvous_options(nodes, subject.processes, 0)
-            # A run waits for nodes that prepare data; all of these are here.
+            # A run waits longer, for nodes that prepare data; all nodes of a preflight are ready.
             rendezvous += [f"--rdzv-conf=timeout={_MEET_SECONDS:.0f}"] if nodes.count > 1 else []
-            signals, server = LauncherSignals(), RankServer(["glm46.operate.cluster.preflight_ranks"])
+            signals = LauncherSignals()
             try:
-                end = run_ranks(rendezvous, ["preflight", *options], signals, server, StartTimes("the command"))
+                end = run_ranks(rendezvous, ["preflight", *options], signals, StartTimes("the command"))
             finally:
-                server.close()
                 signals.close()
             return end, read_rows(Path(folder)), read_stages(Path(folder))
 
     def _finish(self, reports: list[HostReport], group: list[Result], began: float) -> int:
-        """Compare the hosts, `show_results` of all results, then keep them in the dump folder."""
+        """Compare the hosts, show all results, and keep them in the dump folder; return the exit code."""
         names = Counter(report.host for report in reports)
         for node, report in enumerate(reports):
             report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
@@ -183,7 +188,7 @@ class HostExamination:
 
 
 class Meeting:
-    """All hosts of a run, from one of them, in a store on the first: reports go there, and the decision comes back.
+    """An exchange between the hosts of a run, by a store on the first host, which collects reports and sends decisions.
 
     Raises:
         UserError: the first host does not answer, or its port is taken.
@@ -192,26 +197,31 @@ class Meeting:
     def __init__(self, node: int, nodes: int, address: str, port: int):
         import torch.distributed as dist  # a config with faults does not need it
 
-        self.node, self.nodes = node, nodes
+        self.node = node
+        self.nodes = nodes
         try:
             timeout = timedelta(seconds=_MEET_SECONDS)
             self._store = dist.TCPStore(address, port, is_master=node == 0, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:  # DistNetworkError, DistStoreError
-            what = f"port {port} of this host cannot be opened" if node == 0 else f"no answer from {address}:{port}"
+            problem = f"port {port} of this host cannot be opened" if node == 0 else f"no answer from {address}:{port}"
             raise UserError(
-                f"environment: MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {what}; start preflight on all "
+                f"environment: MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {problem}; start preflight on all "
                 "hosts with one free port of the first"
             ) from error
 
     def collect(self, name: str, value: Any, seconds: float) -> list[Any]:
-        """Send a value under a name; on the first host the values of all, None for those that sent none in time."""
+        """Send a value under a name.
+
+        Returns:
+            On the first host the values of all hosts, None for a host that sent no value in time; elsewhere nothing.
+        """
         self._store.set(f"{name}/{self.node}", json.dumps(value))
         if self.node:
             return []
         return [self._get(f"{name}/{node}", seconds) for node in range(self.nodes)]
 
     def decide(self, name: str, value: Any, seconds: float) -> Any:
-        """The value of the first host, on all; None if it sends none in time."""
+        """Return the value of the first host on all hosts; None if it sends no value in time."""
         if self.node == 0:
             self._store.set(name, json.dumps(value))
             return value
@@ -226,7 +236,7 @@ class Meeting:
 
 
 def show_results(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
-    """Print and write all results; returns the exit code."""
+    """Print and write all results; return the exit code."""
     from rich.console import Console
 
     from glm46.operate.cluster.compare import print_table
@@ -239,13 +249,13 @@ def show_results(arguments: argparse.Namespace, reports: list[HostReport], group
         print(line, flush=True)
     else:
         print_table(reports, group, seconds, Console(highlight=False, width=width))
-    every = [*group, *(result for report in reports for result in report.results)]
-    return EXIT_FAIL if worst(every) == FAIL else 0
+    results = [*group, *(result for report in reports for result in report.results)]
+    return EXIT_FAIL if worst(results) == FAIL else 0
 
 
-def _obstacle(reports: list[HostReport], found: list[dict[str, Any] | None]) -> str:
-    """The reason why the ranks cannot begin; empty if they can."""
-    missing = [report.host for report, content in zip(reports, found, strict=True) if content is None]
+def _obstacle(reports: list[HostReport], contents: list[dict[str, Any] | None]) -> str:
+    """Return the reason why the ranks cannot begin; empty if they can."""
+    missing = [report.host for report, content in zip(reports, contents, strict=True) if content is None]
     counts = sorted({report.facts["ranks"] for report in reports if report.facts})
     if missing:
         return f"not started without {', '.join(missing)}"
@@ -253,7 +263,7 @@ def _obstacle(reports: list[HostReport], found: list[dict[str, Any] | None]) -> 
 
 
 def _judged(reports: list[HostReport], end: End, rows: Rows, stages: dict[int, str], processes: int) -> list[Result]:
-    """The results of the ranks that are of all hosts; the others are added to the reports.
+    """Return the results of the ranks for the whole group, and add the results for one host to its report.
 
     Args:
         processes: ranks of each host.
@@ -265,7 +275,8 @@ def _judged(reports: list[HostReport], end: End, rows: Rows, stages: dict[int, s
 
 
 def _plan_for(config: RunConfig | None, world_size: int) -> Plan | None:
-    """The plan of a config on these ranks; on the fewest that its degrees allow if these do not fit."""
+    """Return the plan of a config on these ranks; if they do not fit, on the fewest ranks that its degrees allow."""
     if config is None:
         return None
-    return resolve_plan(config, None if check_config(config, world_size=world_size) else world_size)
+    faults = check_config(config, world_size=world_size)
+    return resolve_plan(config, None if faults else world_size)

@@ -19,11 +19,18 @@ _JOIN_SECONDS = 30
 
 
 def small_plan(config: RunConfig | None, world_size: int, host_ranks: int | None = None) -> Plan:
-    """The plan of a small model on these ranks, with the config's degrees where they fit it: its groups of ranks are
-    those that the run will make. Otherwise with the fewest replicas whose shards are even, which any number of ranks
-    has: as many replicas as ranks is the last resort."""
-    kept = ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree",
-            "expert_parallel_degree")  # fmt: skip
+    """Return the plan of a small model on these ranks.
+
+    It has the config's degrees if they fit the model, so that its groups of ranks are the groups that the run will
+    make. Otherwise it has the fewest replicas with even shards. Any number of ranks has such a plan: as many replicas
+    as ranks is the last resort.
+    """
+    kept = (
+        "data_parallel_replicate_degree",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    )
     degrees = {key: getattr(config.parallelism, key) for key in kept} if config is not None else {}
     replicas = (count for count in range(1, world_size + 1) if world_size % count == 0)
     for parallelism in (degrees, *({"data_parallel_replicate_degree": count} for count in replicas)):
@@ -43,9 +50,9 @@ _SMALL_RUN = """{
 
 
 def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: float) -> int:
-    """Take part as one rank, for at most so many seconds; returns the exit code. Collective.
+    """Take part as one rank, for at most this many seconds; return the exit code. Collective.
 
-    What the rank meets on the way is a result of its host, and one line of its output.
+    An error of the rank is a result of its host, and one line of its output.
     """
     from glm46.compute.distributed.process import join, leave
     from glm46.compute.distributed.process_control import die_with_parent
@@ -55,7 +62,8 @@ def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: f
     deadline = threading.Timer(seconds, os._exit, (EXIT_HANG,))
     deadline.daemon = True
     deadline.start()
-    folder, rank = arguments.ranks_folder, launched_rank()
+    folder = arguments.ranks_folder
+    rank = launched_rank()
     write_stage(folder, rank, "meeting")
     try:
         process = join(_JOIN_SECONDS)
@@ -64,10 +72,10 @@ def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: f
         examination.run(shared, small_plan(config, process.world_size, arguments.ranks_per_host))
         leave()
     except BaseException as error:
-        found = write_error(folder, rank, error)
+        fault = write_error(folder, rank, error)
         if not isinstance(error, Exception):
             raise
-        if found is not None:
-            print(f"error: rank {rank} in {found}", file=sys.stderr, flush=True)
+        if fault is not None:
+            print(f"error: rank {rank} in {fault}", file=sys.stderr, flush=True)
         return _EXIT_ERROR
     return 0

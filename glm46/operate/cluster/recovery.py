@@ -1,4 +1,4 @@
-"""Rehearsal of recovery: a small run that is stopped by a signal and then loses a rank ends as an undisturbed one."""
+"""Rehearsal of recovery: a small run that is stopped by a signal and then loses a rank ends like an undisturbed run."""
 
 import json
 import math
@@ -17,11 +17,13 @@ from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.operate.cluster.results import FAIL, SKIP, Result, Subject, limited
 from glm46.operate.launch.process_end import started_ranks
 
-_STEPS, _STOPPED_AT, _KILLED_AT = 16, 5, 11
+_STEPS = 16
+_STOPPED_AT = 5
+_KILLED_AT = 11
 _RUN_SECONDS = 95.0
-"""For one of three runs; the check as a whole has 300 s."""
+"""Time for one of three runs; the whole check has 300 s."""
 _GPU_TOLERANCE = 1e-2
-"""Relative. Kernels of a GPU may add in another order; a wrong resume is off by far more in the first steps."""
+"""Relative tolerance. Kernels of a GPU may add in another order; a wrong resume differs by far more."""
 
 _CONFIG = f"""
 [job]
@@ -54,16 +56,14 @@ class _Failed(Exception):
 
 
 def recovery(subject: Subject) -> Iterator[Result]:
-    """Two runs of a small model on the first host: one is stopped by SIGUSR1, started again, and loses a rank."""
+    """Run a small model twice on the first host: one run is stopped by SIGUSR1, started again, and loses a rank."""
     if subject.node != 0:
         return
     if not subject.is_full:
         yield Result("recovery", SKIP, "--full rehearses it")
         return
-    limit, remedy = (
-        "losses of an undisturbed run",
-        "start a small run by hand and look at its output: docs/reliability.md",
-    )
+    limit = "losses of an undisturbed run"
+    remedy = "start a small run by hand and look at its output: docs/reliability.md"
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         try:
@@ -78,7 +78,7 @@ def recovery(subject: Subject) -> Iterator[Result]:
 
 
 def _rehearse(folder: Path, processes: int) -> float:
-    """The largest relative difference of a loss."""
+    """Return the largest relative difference of a loss."""
     (folder / "run.toml").write_text(_CONFIG)
     sentences = [f"The number {n} is followed by {n + 1}, and {n} times {n} is {n * n}. " * 8 for n in range(200)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences))
@@ -92,24 +92,30 @@ def _rehearse(folder: Path, processes: int) -> float:
         killed.wait_for(_KILLED_AT)
         os.kill(killed.ranks()[-1], signal.SIGKILL)
         killed.end(0)
-    expected, found = undisturbed.losses(), killed.losses()
-    if list(found) != list(range(1, _STEPS + 1)) or "restart 1 of 1" not in killed.output():
-        raise _Failed(f"steps {list(found)[:3]} to {max(found, default=0)} after a restart; {killed.tail()}")
-    return max(abs(found[step] / loss - 1) for step, loss in expected.items())
+    expected = undisturbed.losses()
+    losses = killed.losses()
+    if list(losses) != list(range(1, _STEPS + 1)) or "restart 1 of 1" not in killed.output():
+        raise _Failed(f"steps {list(losses)[:3]} to {max(losses, default=0)} after a restart; {killed.tail()}")
+    return max(abs(losses[step] / loss - 1) for step, loss in expected.items())
 
 
 class _Run:
-    """A launcher of the small run, as a process of its own, which ends with the block."""
+    """A launcher of the small run in a separate process, which ends with the block."""
 
     def __init__(self, folder: Path, processes: int, name: str, *options: str):
-        self._folder, self._log = folder / name, folder / f"{name}.log"
+        self._folder = folder / name
+        self._log = folder / f"{name}.log"
         self._deadline = time.monotonic() + _RUN_SECONDS
         command = [sys.executable, "-m", "glm46", "launch", "--config", "run.toml", "--nproc", str(processes), *options]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--job.dump_folder", name], cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [*command, "--job.dump_folder", name],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 env=environment_without_ranks() | {"NNODES": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> "_Run":
         return self
@@ -119,7 +125,7 @@ class _Run:
         self.process.wait()
 
     def losses(self) -> dict[int, float]:
-        """By step; rows that are being written are left out."""
+        """Return the losses by step; rows that are being written are skipped."""
         rows = {}
         with suppress(OSError, ValueError):
             for line in (self._folder / "metrics.jsonl").read_text().splitlines():
@@ -129,29 +135,29 @@ class _Run:
         return rows
 
     def wait_for(self, step: int) -> None:
-        """Wait for a step."""
+        """Wait until the run has done a step."""
         while max(self.losses(), default=0) < step:
             if self.process.poll() is not None or time.monotonic() > self._deadline:
                 raise _Failed(f"exit code {self.process.returncode} before step {step}; {self.tail()}")
             time.sleep(0.02)
 
     def end(self, code: int) -> None:
-        """Wait for the end, with this exit code."""
+        """Wait for the end, which must have this exit code."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(self._deadline - time.monotonic(), 0))
         if self.process.returncode != code:
             raise _Failed(f"exit code {self.process.returncode}, expected {code}; {self.tail()}")
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks."""
+        """Return the process ids of the ranks."""
         return sorted(started_ranks(self.process.pid))
 
     def output(self) -> str:
-        """All that it and earlier ones of its name have said."""
+        """Return the output of this run and of earlier runs of its name."""
         return self._log.read_text(errors="replace")
 
     def tail(self) -> str:
-        """The last line of it."""
+        """Return the last line of the output."""
         return (self.output().strip().splitlines() or ["no output"])[-1]
 
 

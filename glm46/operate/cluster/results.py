@@ -1,4 +1,4 @@
-"""Results of checks, and how checks run: each one has a deadline, and whatever it meets becomes a result."""
+"""Results of checks, and how checks run: each one has a deadline, and any error becomes a result."""
 
 import subprocess
 import textwrap
@@ -15,12 +15,15 @@ from glm46.operate.estimate.machine import Machine
 from glm46.run.plan import Plan
 
 _ERROR_LETTERS = 300
-_OF_HOST = "look at this part of the host by hand; a process that waits for a disk shows as D in ps"
-_OF_CHECK = "the check itself failed and says nothing about the host: report it with the output of --json"
+_HOST_REMEDY = "look at this part of the host by hand; a process that waits for a disk shows as D in ps"
+_CHECK_REMEDY = "the check itself failed and says nothing about the host: report it with the output of --json"
 
-PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"
+PASS = "PASS"
+SKIP = "SKIP"
+WARN = "WARN"
+FAIL = "FAIL"
 VERDICTS = (PASS, SKIP, WARN, FAIL)
-"""From the best to the worst; SKIP says why in its value."""
+"""Verdicts from the best to the worst; the value of a SKIP is its reason."""
 
 
 class Result(NamedTuple):
@@ -30,19 +33,19 @@ class Result(NamedTuple):
     verdict: str
     """One of `VERDICTS`."""
     value: str
-    """What was measured or found."""
+    """Value that was measured or found."""
     limit: str = ""
     remedy: str = ""
 
 
 def limited(check: str, is_good: bool, value: str, limit: str, remedy: str, *, otherwise: str = FAIL) -> Result:
-    """PASS, or ``otherwise`` with its remedy."""
+    """Return a PASS, or ``otherwise`` with its remedy."""
     return Result(check, PASS, value, limit) if is_good else Result(check, otherwise, value, limit, remedy)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of the checks: this host as one node of a run; without a plan, of no run yet."""
+    """The subject of the checks: this host as one node of a run, or without a plan as one node of a cluster."""
 
     machine: Machine
     processes: int
@@ -53,18 +56,16 @@ class Subject:
     address: str = "localhost"
     """Name or address of the first node."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """That the run listens on, on its first node, by the variable or key that sets them."""
+    """Ports that the run listens on, on its first node, by the variable or key that sets them."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that change what libraries do."""
     is_full: bool = False
-    prometheus: str | None = None
-    """URL of a Prometheus that watches the run."""
     root: Path = Path("/")
     """Folder of /proc, /sys and /dev; tests pass their own."""
 
     @property
     def run(self) -> Plan:
-        """The plan, for checks of a run."""
+        """Plan, for checks of a run."""
         assert self.plan is not None
         return self.plan
 
@@ -73,7 +74,7 @@ class Subject:
         return bool(self.machine.gpus)
 
     def read(self, path: str) -> str | None:
-        """The text of a file of the system without white space at its ends; None if it cannot be read."""
+        """Return the stripped text of a file of the system; None if it cannot be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -85,29 +86,29 @@ Check = Callable[[Subject], Iterable[Result]]
 
 @dataclass
 class HostReport:
-    """All that is known about one host."""
+    """Results and facts of one host."""
 
     host: str
     results: list[Result] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    """What must be equal on all hosts."""
+    """Facts that must be equal on all hosts."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "HostReport":
-        """The inverse of `as_dict`."""
+        """Invert `as_dict`."""
         return cls(content["host"], [Result(**result) for result in content["results"]], dict(content["facts"]))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         return {"host": self.host, "results": [result._asdict() for result in self.results], "facts": self.facts}
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """The value of ``work``, which runs in a thread that is left behind if it does not end: storage that hangs cannot
-    be interrupted.
+    """Return the value of ``work``, which runs in a thread that continues if it does not end in time: storage that
+    hangs cannot be interrupted.
 
     Raises:
-        TimeoutError: it did not end in time. What ``work`` raises is raised here.
+        TimeoutError: it did not end in time. Errors of ``work`` are raised here.
     """
     outcome: dict[str, Any] = {}
 
@@ -134,7 +135,7 @@ def _all_of(check: Check, subject: Subject) -> list[Result]:
 
 
 def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) -> list[Result]:
-    """The results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
+    """Return the results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
     results = []
     for name, check in checks.items():
         try:
@@ -142,16 +143,18 @@ def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) ->
         except UserError as error:
             results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
         except BaseException as error:
-            is_of_host = isinstance(error, (OSError, ValueError))
+            is_host_fault = isinstance(error, (OSError, ValueError))
             limit = f"{seconds:.0f} s" if isinstance(error, TimeoutError) else "an answer"
-            results.append(Result(name, FAIL, describe_error(error), limit, _OF_HOST if is_of_host else _OF_CHECK))
+            results.append(
+                Result(name, FAIL, describe_error(error), limit, _HOST_REMEDY if is_host_fault else _CHECK_REMEDY)
+            )
             if not isinstance(error, Exception):
                 raise
     return results
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message of an error on one line; with its place in the code, unless the message says what is wrong."""
+    """Describe an error on one line by type and message, and by its place in the code unless the message is enough."""
     text = textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_LETTERS)
     if isinstance(error, (OSError, UserError)):
         return text
@@ -160,7 +163,7 @@ def describe_error(error: BaseException) -> str:
 
 
 class CheckEnded(NamedTuple):
-    """End of a program."""
+    """Exit code and output of a program."""
 
     code: int
     output: str

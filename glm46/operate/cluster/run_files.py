@@ -1,5 +1,5 @@
-"""Checks of what a run reads, on one host: tokenizer, shards, checkpoints, weights to start from; and its layout. All
-take a subject with a plan."""
+"""Checks of a run's layout and of its inputs on one host: tokenizer, shards, checkpoints, weights to start from. Their
+subject has a plan."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +14,26 @@ from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.checkpoint.integrity import check_hash, published_steps, quick_faults, records_of, step_folder
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.weights.start_folders import refuse_weights
 
 _SHOWN = 3
 
 
 def layout(subject: Subject) -> Iterator[Result]:
-    """Checks that the degrees fit the ranks, and the run the memory of this host."""
-    config, world = subject.run.config, subject.run.layout.world_size
+    """Check that the degrees fit the ranks, and that the run fits the memory of this host."""
+    config = subject.run.config
+    world = subject.run.layout.world_size
     ranks = subject.processes * subject.nodes
     faults = check_config(config, world_size=ranks)
     if not faults and world != ranks:
         faults = [f"the plan has {counted(world, 'rank')}"]
-    yield limited("layout", not faults, "; ".join(faults) or counted(ranks, "rank"), "divides the ranks",
-                  "change the degrees in [parallelism], or the number of hosts")  # fmt: skip
+    yield limited(
+        "layout",
+        not faults,
+        "; ".join(faults) or counted(ranks, "rank"),
+        "divides the ranks",
+        "change the degrees in [parallelism], or the number of hosts",
+    )
     if faults:
         return
     verdict = judge_config(config, subject.machine, ranks)
@@ -35,23 +42,28 @@ def layout(subject: Subject) -> Iterator[Result]:
 
 
 def tokenizer(subject: Subject) -> Iterator[Result]:
-    """Checks that the tokenizer can be read here."""
+    """Check that the tokenizer can be read here."""
     loaded = load_tokenizer(subject.run.config.model.tokenizer_path)
-    rows, path = subject.run.shape.vocab_size, subject.run.config.model.tokenizer_path
+    rows = subject.run.shape.vocab_size
+    path = subject.run.config.model.tokenizer_path
     yield limited(
-        "tokenizer", loaded.vocab_size <= rows, f"{path}: {loaded.vocab_size:,} tokens, {loaded.fingerprint[:12]}",
-        f"<= model.vocab_size = {rows:,}", "set model.vocab_size, or another model.tokenizer_path",
-    )  # fmt: skip
+        "tokenizer",
+        loaded.vocab_size <= rows,
+        f"{path}: {loaded.vocab_size:,} tokens, {loaded.fingerprint[:12]}",
+        f"<= model.vocab_size = {rows:,}",
+        "set model.vocab_size, or another model.tokenizer_path",
+    )
 
 
 def sources(subject: Subject) -> Iterator[Result]:
-    """Checks that the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
+    """Check that the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
     model = subject.run.config.model
     loaded = load_tokenizer(model.tokenizer_path, model.flavor)
     for source in subject.run.config.data.sources:
-        name, folder = f"data {source.name}", Path(source.path)
+        name = f"data {source.name}"
+        folder = Path(source.path)
         if not folder.exists() and source.recipe is not None:
-            # The first node makes it, on storage that all nodes see.
+            # The first node prepares the source, on storage that all nodes see.
             yield Result(name, SKIP, f"{folder} is not there yet: the start of the run makes it")
             continue
         try:
@@ -67,9 +79,10 @@ def sources(subject: Subject) -> Iterator[Result]:
 
 
 def checkpoints(subject: Subject) -> Iterator[Result]:
-    """Checks that the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
+    """Check that the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
     config = subject.run.config
     refuse_origin(config)
+    refuse_weights(config)
     steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []
     if not steps:
         start = config.checkpoint.load_path or config.checkpoint.initial_load_path

@@ -1,4 +1,4 @@
-"""Hosts of a new cluster: who they are, what each says about itself, why it cannot train; and the files for them."""
+"""Hosts of a new cluster: their names, facts and faults, and the files for them."""
 
 import argparse
 import json
@@ -19,23 +19,23 @@ from glm46.config.errors import UserError, raise_if
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import detect_machine, driver_version
 from glm46.operate.launch.environment import describe_version
-from glm46.operate.launch.host_group import HostAnswer, HostGroup, module_command
 from glm46.operate.launch.hostfile import Host, read_hostfile
 from glm46.operate.launch.nodes import VARIABLES, pbs_hosts
+from glm46.operate.launch.ssh_hosts import HostAnswer, in_this_folder, module_words, reach_command, run_on_hosts
 
 _HOST_SECONDS = 60.0
-"""For the answer of a host."""
+"""Time for the answer of a host."""
 ANSWER = "glm46-host: "
-"""Begins the line of a host; a login may print other lines."""
+"""Start of the line with a host's answer; a login may print other lines."""
 
 
 def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
-    """The hosts of --hostfile or of the allocation, and what names them."""
-    known = set_variables(VARIABLES)
+    """Return the hosts of --hostfile or of the allocation, and the file or variable that lists them."""
+    variables = set_variables(VARIABLES)
     if arguments.hostfile is not None:
         return arguments.hostfile, read_hostfile(arguments.hostfile)
-    if arguments.type == "slurm" and "SLURM_JOB_NODELIST" in known:
-        listed = ["scontrol", "show", "hostnames", known["SLURM_JOB_NODELIST"]]
+    if arguments.type == "slurm" and "SLURM_JOB_NODELIST" in variables:
+        listed = ["scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"]]
         try:
             names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
         except (OSError, subprocess.CalledProcessError) as error:
@@ -43,9 +43,9 @@ def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
                 f"environment: SLURM_JOB_NODELIST: {shlex.join(listed)}: {error}; give --hostfile"
             ) from error
         return Path("SLURM_JOB_NODELIST"), [Host(line, name) for line, name in enumerate(names, 1)]
-    if arguments.type == "pbs" and "PBS_NODEFILE" in known:
-        names = pbs_hosts(known["PBS_NODEFILE"], "give --hostfile")
-        return Path(known["PBS_NODEFILE"]), [Host(line, name) for line, name in enumerate(names, 1)]
+    if arguments.type == "pbs" and "PBS_NODEFILE" in variables:
+        names = pbs_hosts(variables["PBS_NODEFILE"], "give --hostfile")
+        return Path(variables["PBS_NODEFILE"]), [Host(line, name) for line, name in enumerate(names, 1)]
     inside = {"slurm": ", or start it in an allocation: salloc", "pbs": ", or start it in a job: qsub -I", "ssh": ""}
     raise UserError(
         f"--hostfile: not given, so no host is known; state a file, NAME slots=N on each line{inside[arguments.type]}"
@@ -53,38 +53,41 @@ def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
 
 
 def place_of_address(master: str, names: Sequence[str]) -> int | None:
-    """The place of the host that has the address of the master."""
+    """Return the index of the host that has the address of the master; None if no host has it."""
 
     def address(name: str) -> str | None:
         with suppress(OSError):
             return socket.gethostbyname(name)
         return None
 
-    wanted = address(master)
-    return next((place for place, name in enumerate(names) if wanted is not None and address(name) == wanted), None)
+    master_address = address(master)
+    if master_address is None:
+        return None
+    return next((place for place, name in enumerate(names) if address(name) == master_address), None)
 
 
 def ask_hosts(hosts: Sequence[Host], connection: str, argv: Sequence[str]) -> list[dict[str, Any] | str]:
-    """The answer of each host, all asked at once; a text with the reason for a host that did not answer."""
-    command = module_command(variables_that_begin("PYTHONPATH"), ["setup-cluster", *argv])
+    """Return the answer of each host, requested from all at once; a text with the reason if a host did not answer."""
+    command = in_this_folder(module_words(variables_that_begin("PYTHONPATH"), ["setup-cluster", *argv]))
 
-    def read(found: HostAnswer) -> dict[str, Any] | str:
-        for line in found.output.splitlines():
+    def read(answer: HostAnswer) -> dict[str, Any] | str:
+        for line in answer.output.splitlines():
             if ANSWER in line:
                 return json.loads(line.partition(ANSWER)[2])
-        return found.reason()
+        return answer.reason()
 
-    return [read(found) for found in HostGroup(connection).run(hosts, [command] * len(hosts), _HOST_SECONDS)]
+    return [read(answer) for answer in run_on_hosts(hosts, [command] * len(hosts), _HOST_SECONDS, connection)]
 
 
 def refuse_answers(
     hosts: Sequence[Host], answers: Sequence[Any], arguments: argparse.Namespace, connection: str
 ) -> None:
-    """Raise what keeps hosts from training, for all of them."""
-    faults, first = [], next((answer for answer in answers if isinstance(answer, dict)), {})
+    """Raise a UserError with all faults that keep hosts from training."""
+    faults = []
+    first = next((answer for answer in answers if isinstance(answer, dict)), {})
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, str):
-            remedy = f"`{HostGroup(connection).test(host)}` must succeed without a question"
+            remedy = f"`{reach_command(host, connection)}` must succeed without a question"
             if "ermission denied" in answer:
                 remedy += f": ssh-keygen -t ed25519, if you have no key, then ssh-copy-id {host.login}"
             faults.append(f"{host.name}: {answer}; {remedy}, and this folder and {sys.executable} must be there")
@@ -93,9 +96,9 @@ def refuse_answers(
             if answer[name] != first[name]:
                 faults.append(f"{host.name}: has {answer[name]}, the first host {first[name]}; install the same on all")
         if answer["driver"] != "none" and answer["gpus"] != arguments.gpus_per_node:
-            wanted = arguments.gpus_per_node
+            expected = arguments.gpus_per_node
             faults.append(
-                f"--gpus-per-node {wanted}: {host.name} has {answer['gpus']}; state that, or look at its dmesg"
+                f"--gpus-per-node {expected}: {host.name} has {answer['gpus']}; state that, or look at its dmesg"
             )
         if answer["nvme"]:
             faults.append(f"--nvme-path {arguments.nvme_path}: {host.name}: {answer['nvme']}")
@@ -103,10 +106,10 @@ def refuse_answers(
 
 
 def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -> dict[str, Any]:
-    """Facts of one host: versions, driver, GPUs, network, and why the folder cannot be used.
+    """Return the facts of one host: versions, driver, GPUs, network, and the fault of the folder.
 
     Args:
-        makes: make the folder, for this user alone, if nothing is against it.
+        makes: make the folder, for this user alone, if it has no fault.
         root: folder of /proc and /sys; tests pass their own.
     """
     fault = _folder_fault(folder)
@@ -127,20 +130,20 @@ def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -
 
 
 def _folder_fault(folder: Path) -> str:
-    """The reason why this user cannot make or use a folder; '' if he can."""
-    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-    if there.is_symlink():
-        return f"{there} is a symbolic link; state the folder itself"
-    if not there.is_dir():
-        return f"{there} is a file; remove it, or state another folder"
-    if there == folder and folder.stat().st_uid != os.geteuid():
+    """Return the reason why this user cannot make or use a folder; empty if the user can."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if nearest.is_symlink():
+        return f"{nearest} is a symbolic link; state the folder itself"
+    if not nearest.is_dir():
+        return f"{nearest} is a file; remove it, or state another folder"
+    if nearest == folder and folder.stat().st_uid != os.geteuid():
         return f"belongs to another user; chown it to {os.geteuid()}, mode 700, or state a folder of yours"
-    fault = local_disk_fault(there)
-    return f"{there}: {fault}; state a folder on a local disk that you can write" if fault else ""
+    fault = local_disk_fault(nearest)
+    return f"{nearest}: {fault}; state a folder on a local disk that you can write" if fault else ""
 
 
 def _interface(root: Path) -> str:
-    """The interface of the default route; '' without one."""
+    """Return the interface of the default route; empty if the host has no default route."""
     with suppress(OSError):
         rows = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
         return next((row[0] for row in rows if row[1] == "00000000"), "")
@@ -153,11 +156,11 @@ _ROOT = Path(glm46.__path__[0]).parent
 def cluster_files(
     arguments: argparse.Namespace, hosts: Sequence[Host], answers: Sequence[dict[str, Any]]
 ) -> dict[str, str]:
-    """Names and texts of all files.
+    """Return the texts of all files by name.
 
     Args:
-        arguments: of the verb.
-        answers: of `examine_host`, one for each host.
+        arguments: arguments of the verb.
+        answers: facts from `examine_host`, one for each host.
 
     Raises:
         UserError: glm46 does not run from a checkout, which has the job scripts that these files start from.
@@ -168,9 +171,9 @@ def cluster_files(
         "launch.sh": _launch(arguments),
     }
     if arguments.type == "slurm":
-        files["submit_job.slurm"] = _slurm(arguments, len(hosts) > arguments.nodes, len(hosts))
+        files["submit_job.slurm"] = _slurm(arguments)
     if arguments.type == "pbs":
-        files["submit_job.pbs"] = _pbs(arguments, len(hosts), min(answer["cores"] for answer in answers))
+        files["submit_job.pbs"] = _pbs(arguments, min(answer["cores"] for answer in answers))
     return files
 
 
@@ -195,26 +198,25 @@ def _variables(arguments: argparse.Namespace, answers: Sequence[dict[str, Any]])
 def _launch(arguments: argparse.Namespace) -> str:
     output = shlex.quote(str(arguments.output.absolute()))
     return f"""#!/usr/bin/env bash
-# Trains on {arguments.nodes} hosts of the hostfile from here, over ssh; the others are spares.
+# Trains on all hosts of the hostfile from here, over ssh.
 cd {shlex.quote(str(_ROOT))} || exit 2
 . {output}/setup_env.sh
 export MASTER_ADDR={arguments.master_addr}
-HOSTFILE={output}/hostfile exec ./run_train.sh --nodes {arguments.nodes} --max-restarts 100 "$@"
+HOSTFILE={output}/hostfile exec ./run_train.sh --max-restarts 100 "$@"
 """
 
 
-def _slurm(arguments: argparse.Namespace, has_spares: bool, hosts: int) -> str:
-    text = _shipped("slurm/spares.sbatch" if has_spares else "slurm/train.sbatch")
-    text = _replaced(text, r"(#SBATCH --nodes=)\d+", hosts)
+def _slurm(arguments: argparse.Namespace) -> str:
+    text = _replaced(_shipped("slurm/train.sbatch"), r"(#SBATCH --nodes=)\d+", arguments.nodes)
     text = _replaced(text, r"(#SBATCH --gpus-per-node=)\d+", arguments.gpus_per_node)
-    return _with_variables(text, arguments, f"NODES={arguments.nodes}" if has_spares else "")
+    return _with_variables(text, arguments)
 
 
-def _pbs(arguments: argparse.Namespace, hosts: int, cores: int) -> str:
-    text = _replaced(_shipped("pbs/train.pbs"), r"(#PBS -l select=)\d+", hosts)
+def _pbs(arguments: argparse.Namespace, cores: int) -> str:
+    text = _replaced(_shipped("pbs/train.pbs"), r"(#PBS -l select=)\d+", arguments.nodes)
     text = _replaced(text, r"(#PBS -l select=.*:ncpus=)\d+", cores)
     text = _replaced(text, r"(#PBS -l select=.*:ngpus=)\d+", arguments.gpus_per_node)
-    return _with_variables(text, arguments, f"NODES={arguments.nodes}")
+    return _with_variables(text, arguments)
 
 
 def _shipped(name: str) -> str:
@@ -230,8 +232,8 @@ def _replaced(text: str, pattern: str, value: int) -> str:
     return changed
 
 
-def _with_variables(text: str, arguments: argparse.Namespace, more: str) -> str:
-    """The script with its variables before its first command."""
+def _with_variables(text: str, arguments: argparse.Namespace) -> str:
+    """Return the script with its variables before its first command."""
     head = re.findall(r"^(?:#.*\n|\n)+", text)[0]
-    own = f". {shlex.quote(str(arguments.output.absolute()))}/setup_env.sh\n"
-    return f"{head}{own}{f'export {more}' if more else ''}\n{text[len(head) :]}"
+    variables = f". {shlex.quote(str(arguments.output.absolute()))}/setup_env.sh\n"
+    return f"{head}{variables}\n{text[len(head) :]}"

@@ -19,27 +19,33 @@ from glm46.tasks.pretrain.next_token import NextToken
 
 _STEPS = 3
 _NEW_LOSS_TOLERANCE = 0.1
-"""Relative. New weights predict all tokens about alike, so the first loss is near the logarithm of the vocabulary."""
+"""Relative tolerance. New weights predict all tokens with about the same probability, so the first loss is near the
+logarithm of the vocabulary's size."""
 
 
 class _SmallTask:
-    """As much of a `Task` as a step takes."""
+    """The parts of a `Task` that a step uses."""
 
     def __init__(self, plan: Plan, process: Process):
-        self.plan, self.cluster = plan, build_cluster(plan, process)
+        self.plan = plan
+        self.cluster = build_cluster(plan, process)
         network = build_network(plan, self.cluster)
-        self.networks, self.objectives = {"model": network}, {"model": NextToken(network)}
+        self.networks = {"model": network}
+        self.objectives = {"model": NextToken(network)}
 
 
 def small_steps(plan: Plan, process: Process) -> Result:
-    """Train steps on one batch of random tokens, the same on all ranks: losses are finite and fall. Collective."""
+    """Train steps on one batch of random tokens, the same on all ranks: losses must be finite and fall. Collective."""
     task: Any = _SmallTask(plan, process)
-    batch, losses = _batch(plan), []
-    for _ in range(_STEPS):
-        own = count_step(task, [batch])
-        # Ranks that share rows have counted the same ones.
-        totals = {name: n // plan.layout.non_dp_degree for name, n in sum_over_all_ranks(to_tensors(own)).items()}
-        outcome = train_step(task, [batch], from_tensors(totals, own), clock=0, lr_factor=1.0)
+    batch = _batch(plan)
+    losses = []
+    for step in range(_STEPS):
+        local_totals = count_step(task, [batch])
+        # Ranks that share rows have counted the same rows.
+        sums = sum_over_all_ranks(to_tensors(local_totals))
+        totals = {name: count // plan.layout.non_dp_degree for name, count in sums.items()}
+        tokens_before = step * int(totals["real"].item())
+        outcome = train_step(task, [batch], from_tensors(totals, local_totals), clock=tokens_before, lr_factor=1.0)
         losses.append(outcome.main.sums["loss"].item() / max(totals["model/targets"].item(), 1))
     expected = math.log(plan.shape.vocab_size)
     is_good = losses == sorted(losses, reverse=True) and abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
@@ -49,9 +55,11 @@ def small_steps(plan: Plan, process: Process) -> Result:
 
 
 def _batch(plan: Plan) -> Batch:
-    """A batch of the loader, the same on all ranks."""
-    length, depth = plan.config.training.seq_len, plan.shape.num_nextn_predict_layers
-    rows, generator = plan.config.training.local_batch_size, torch.Generator().manual_seed(0)
+    """Make a batch like the loader's, the same on all ranks."""
+    length = plan.config.training.seq_len
+    depth = plan.shape.num_nextn_predict_layers
+    rows = plan.config.training.local_batch_size
+    generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, plan.shape.vocab_size, (rows, length + 1 + depth), generator=generator)
     ahead = [text[:, k : k + length] for k in range(1, depth + 2)]
     return {

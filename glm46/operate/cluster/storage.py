@@ -16,24 +16,26 @@ from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
 
-_GB, _GIB = 10**9, 2**30
+_GB = 10**9
+_GIB = 2**30
 _CHUNK = 8 * 2**20
-_QUICK_BYTES, _FULL_BYTES = 32 * 2**20, 2**30
+_QUICK_BYTES = 32 * 2**20
+_FULL_BYTES = 2**30
 _SAVE_SECONDS = 300
 """A save that takes longer loses more of a large run than failures do."""
 _SYNC_SECONDS = 1.0
 _CHECKPOINTS = 3
-"""Saves that must fit at least: the one kept, the one being written, and one to spare."""
+"""Minimum number of saves that must fit: one kept, one being written, and one to spare."""
 _INODES = 10_000
 _STATES_SECONDS = 60
-"""For the optimizer states of a host, read and written once in each step: as long as a step of a large run itself. The
-guide's 7 GB/s is what one drive reads at most, and says nothing about a run."""
+"""Time to read and write the optimizer states of a host, once in each step: as long as a step of a large run. The
+guide's 7 GB/s is the peak of reading from one drive, and does not depend on the run."""
 _STATES_THREADS = 2
-"""Of each rank, as in `compute/optim/state_file.py`."""
+"""Threads of each rank, as in `compute/optim/state_file.py`."""
 
 
 def run_folders(plan: Plan) -> dict[str, Path]:
-    """The folders that a run writes, by key."""
+    """Return the folders that a run writes, by key."""
     config = plan.config
     folders = {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}
     if config.checkpoint.node_local_folder:
@@ -44,19 +46,19 @@ def run_folders(plan: Plan) -> dict[str, Path]:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest parent that exists."""
+    """Return the folder, or the nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def writing(subject: Subject) -> Iterator[Result]:
-    """Checks that each folder can be written, renamed in and synced, and how fast."""
+    """Check that each folder can be written, renamed in and synced, and how fast."""
     folders = run_folders(subject.plan) if subject.plan else {"current folder": Path.cwd()}
     for key, folder in folders.items():
         yield from probe_folder(key, folder, *_needs(key, subject))
 
 
 def _needs(key: str, subject: Subject) -> tuple[float, int, int]:
-    """GB/s that a folder must take from this host, the bytes to try it with, and the threads that write them."""
+    """Return the GB/s that a folder must take from this host, the bytes to try, and the threads that write them."""
     size = _FULL_BYTES if subject.is_full else _QUICK_BYTES
     if key == "optimizer.state_offload_folder":
         states = largest_stage(stage_memory(subject.run)).disk * subject.processes
@@ -67,15 +69,18 @@ def _needs(key: str, subject: Subject) -> tuple[float, int, int]:
 
 
 def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, threads: int = 1) -> Iterator[Result]:
-    """Results for one folder; what is written there is removed.
+    """Return the results for one folder; the files written for it are removed.
 
     Args:
-        gb_per_second: least speed of writing, synced.
+        gb_per_second: minimum speed of writing, synced.
         size: bytes to write, at least 8 MiB for each thread.
-        threads: that write at once, each one a file.
+        threads: number of threads that write at once, each into its own file.
     """
-    place, name, chunk = existing(folder), f".preflight-{uuid.uuid4().hex}", os.urandom(_CHUNK)
-    drafts, final = [place / f"{name}.{number}" for number in range(threads)], place / f"{name}.done"
+    place = existing(folder)
+    name = f".preflight-{uuid.uuid4().hex}"
+    chunk = os.urandom(_CHUNK)
+    drafts = [place / f"{name}.{number}" for number in range(threads)]
+    final = place / f"{name}.done"
     share = max(size // threads // _CHUNK, 1) * _CHUNK
     if not os.access(place, os.W_OK | os.X_OK):
         yield Result(key, FAIL, f"{place} cannot be written", "writable", "chown the folder, or set another one")
@@ -102,10 +107,17 @@ def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, thread
     limit = f">= {gb_per_second:.2f} GB/s" if gb_per_second else "writable"
     yield limited(key, speed >= gb_per_second, value, limit, remedy, otherwise=WARN)
     remedy = "the server of the file system is slow: a save syncs hundreds of files"
-    yield limited(f"{key}: sync", renamed <= _SYNC_SECONDS, f"{renamed:.3f} s", f"<= {_SYNC_SECONDS:.0f} s", remedy,
-                  otherwise=WARN)  # fmt: skip
+    yield limited(
+        f"{key}: sync",
+        renamed <= _SYNC_SECONDS,
+        f"{renamed:.3f} s",
+        f"<= {_SYNC_SECONDS:.0f} s",
+        remedy,
+        otherwise=WARN,
+    )
     if not intact:
-        value, remedy = f"{place}: other bytes are read than were written", "ISOLATE the host, replace the disk"
+        value = f"{place}: other bytes are read than were written"
+        remedy = "ISOLATE the host, replace the disk"
         yield Result(key, FAIL, value, "equal", remedy)
 
 
@@ -119,7 +131,7 @@ def _write_all(paths: list[Path], chunk: bytes, size: int) -> None:
         except OSError as error:
             errors.append(error)
 
-    # Daemons, unlike those of an executor: the program must end although storage does not answer.
+    # Daemons, unlike the threads of an executor: the program must end although storage does not answer.
     threads = [threading.Thread(target=work, args=(path,), daemon=True) for path in paths]
     for thread in threads:
         thread.start()
@@ -143,15 +155,17 @@ def _holds(path: Path, chunk: bytes) -> bool:
 
 
 def free_space(subject: Subject) -> Iterator[Result]:
-    """Checks that the run's checkpoints fit, by the planner's size of one."""
+    """Check that the run's checkpoints fit, by the planner's size of a checkpoint."""
     plan = subject.plan
     if plan is None:
         return
     config = plan.config
     if config.checkpoint.enable:
         count = max(config.checkpoint.keep_latest_k + 1, _CHECKPOINTS)
-        needed, place = count * checkpoint_size(plan).total, existing(config.checkpoint_folder)
-        free, inodes = shutil.disk_usage(place).free, os.statvfs(place)
+        needed = count * checkpoint_size(plan).total
+        place = existing(config.checkpoint_folder)
+        free = shutil.disk_usage(place).free
+        inodes = os.statvfs(place)
         limit = f">= {needed / _GIB:,.2f} GiB, {count} checkpoints"
         remedy = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep_latest_k"
         yield limited("space for checkpoints", free >= needed, f"{place}: {free / _GIB:,.2f} GiB", limit, remedy)
@@ -160,11 +174,13 @@ def free_space(subject: Subject) -> Iterator[Result]:
             yield limited("inodes", inodes.f_favail >= _INODES, value, f">= {_INODES:,}", "remove small files")
     if config.optimizer.state_offload == "nvme":
         folder = Path(config.optimizer.state_offload_folder or "")
-        fault, needed = local_disk_fault(folder), largest_stage(stage_memory(plan)).disk * subject.processes
+        fault = local_disk_fault(folder)
+        needed = largest_stage(stage_memory(plan)).disk * subject.processes
         if fault is None and shutil.disk_usage(folder).free < needed:
             fault = f"optimizer states need {needed / _GIB:,.2f} GiB"
         message = fault and state_folder_message(folder, fault)
-        limit, remedy = f"local, {needed / _GIB:,.2f} GiB free", "set another folder on a local disk"
+        limit = f"local, {needed / _GIB:,.2f} GiB free"
+        remedy = "set another folder on a local disk"
         yield limited("space for optimizer states", fault is None, message or str(folder), limit, remedy)
 
 

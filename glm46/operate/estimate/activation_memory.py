@@ -1,4 +1,5 @@
-"""Memory of the activations of a rank in bytes, by formula: what forward keeps for backward, and what both need."""
+"""Estimates the activation memory of a rank in bytes, by formula: what forward keeps for backward, and buffers of
+both."""
 
 from collections.abc import Set
 from functools import cached_property
@@ -31,7 +32,7 @@ from glm46.run.sizes import loss_chunk_tokens
 
 
 def pinned(size: float) -> int:
-    """Bytes that torch's pinned allocator takes for a tensor: a power of two."""
+    """Return the bytes that torch's pinned allocator takes for a tensor: the next power of two."""
     return 1 << max(ceil(size) - 1, 0).bit_length()
 
 
@@ -41,34 +42,43 @@ class ActivationMemory(StepFacts):
     def __init__(self, plan: Plan, stage_index: int, device: str):
         """``device``: "gpu" or "cpu"."""
         super().__init__(plan, stage_index)
-        self.device, self.checkpointing, layout = device, plan.config.activation_checkpoint, self.layout
-        hops, recompute = rows_of_hops(plan, self.shape), self.checkpointing.recompute
+        self.device = device
+        self.checkpointing = plan.config.activation_checkpoint
+        layout = self.layout
+        hops = rows_of_hops(plan, self.shape)
+        recompute = self.checkpointing.recompute
         self.bytes = LayerBytes(self.shape, self.width, layout.tp, layout.ep, hops, recompute)
         self._of_row = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
         self._known: dict[tuple[str, Frozen | None, str], float] = {}
 
-    def of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
-        """Bytes that a stage keeps of the forward of a micro-batch, on a rank with these stages."""
-        shape, layout, heads = self.shape, self.layout, 1 + self.shape.num_nextn_predict_layers
-        of_token = sum(self._layer(run, run.mode) for run in self._backward_runs(part))
+    def of_micro_batch(self, part: StagePart, rank_stages: Set[int]) -> float:
+        """Return the bytes that a stage keeps of the forward of a micro-batch.
+
+        Args:
+            rank_stages: indices of all stages on the same rank.
+        """
+        shape = self.shape
+        layout = self.layout
+        heads = 1 + self.shape.num_nextn_predict_layers
+        token_bytes = sum(self._layer(run, run.mode) for run in self._backward_runs(part))
         rotated = shape.qk_rope_head_dim or shape.head_dim * shape.partial_rotary_factor
-        of_token += rotated * self.width * layout.tp  # cosines and sines
+        token_bytes += rotated * self.width * layout.tp  # cosines and sines
         if part.has_embedding:
-            of_token += heads * INDEX * layout.tp * (part.frozen is None)
+            token_bytes += heads * INDEX * layout.tp * (part.frozen is None)
         elif self.width == FP32 or self.checkpointing.mode != "none":
-            # What came from the stage before is in a buffer already, where it is not kept as an FP32 copy.
-            # The first layer of a stage is checkpointed if any is; prediction layers keep embeddings as they came.
+            # The input from the previous stage is in a receive buffer already, unless it is kept as an FP32 copy. The
+            # first layer of a stage is checkpointed if any is; prediction layers keep embeddings as they were received.
             modes = [run.mode for run in part.runs(self.checkpointing) if run.block == "mtp"]
             embeddings = len(modes) if self.width == FP32 else modes.count("full")
-            of_token -= (1 + embeddings) * shape.hidden_size * self.width
-        if not part.has_head:  # what it sends is kept until backward; on the same rank, in the buffer of the next stage
-            is_sent = part.index + 1 not in here
-            return self.tokens * (of_token + is_sent * heads * shape.hidden_size * self.width)
-        return self.tokens * (of_token + self.bytes.head(None if part.frozen is None else Frozen()))
+            token_bytes -= (1 + embeddings) * shape.hidden_size * self.width
+        if not part.has_head:  # the output is kept until backward; on the same rank, in the next stage's buffer
+            is_sent = part.index + 1 not in rank_stages
+            return self.tokens * (token_bytes + is_sent * heads * shape.hidden_size * self.width)
+        return self.tokens * (token_bytes + self.bytes.head(None if part.frozen is None else Frozen()))
 
     def in_host(self, parts: list[StagePart], counts: dict[int, int]) -> tuple[float, float]:
-        """Bytes that leave the device for host memory, where two layers of each stage stay, and those that they take
-        there: torch's pinned allocator gives a power of two for each tensor."""
+        """Return the bytes that leave the device for host memory, and the bytes that they take there. Two layers of
+        each stage stay on the device; torch's pinned allocator rounds each tensor up to a power of two."""
         freed = held = 0.0
         for part in parts:
             layers = self.offloaded(part)
@@ -80,43 +90,42 @@ class ActivationMemory(StepFacts):
         return freed, held
 
     def offloaded(self, part: StagePart) -> list[list[float]]:
-        """Bytes of the tensors of each checkpointed layer of a stage that wait in host memory."""
-        found = []
+        """Return the bytes of the tensors of each checkpointed layer of a stage that are offloaded to host memory."""
+        by_layer = []
         for index, run in enumerate(part.runs(self.checkpointing)) if self.checkpointing.cpu_checkpointing else ():
             if run.has_backward and run.mode != "none":
-                # Buffers that a stage receives in stay where they are.
+                # Receive buffers of a stage stay on the device.
                 stays = (not part.has_embedding) * ((index == 0) + ((run.block, run.mode) == ("mtp", "full")))
                 tensors = self.bytes.kept_tensors(run.block, run.mode, run.frozen)[stays:]
-                found.append([self.tokens * size for size in tensors])
-        return found
+                by_layer.append([self.tokens * size for size in tensors])
+        return by_layer
 
     def output_gradients(self, part: StagePart) -> float:
-        """Bytes that a schedule that splits backward keeps of a stage's blocks and head."""
-        of_blocks = sum(map(self.bytes.output_gradients, part.blocks))
-        return self.tokens * (of_blocks + part.has_head * self.shape.hidden_size * self.width)
+        """Return the bytes that a schedule with a split backward keeps for a stage's blocks and head."""
+        block_bytes = sum(map(self.bytes.output_gradients, part.blocks))
+        return self.tokens * (block_bytes + part.has_head * self.shape.hidden_size * self.width)
 
     def buffers(self, parts: list[StagePart]) -> float:
-        """The layer that is computed again; and for each micro-batch of a pipeline its token data and the buffers that
-        stages receive in."""
+        """Return the bytes of the layer that is recomputed and, with a pipeline, of each micro-batch's token data and
+        receive buffers."""
         size = 0.0
         if self.checkpointing.mode != "none":
-            again = (run for part in parts for run in self._backward_runs(part) if run.mode != "none")
-            size = self.tokens * max((self._layer(run, "none") for run in again), default=0.0)
-        if (of := self.config.distillation) is not None:  # of all micro-batches of a step
-            size += self.micro_batches * self.tokens * self.layout.tp * of.top_k * (INDEX + FP32)
+            recomputed = (run for part in parts for run in self._backward_runs(part) if run.mode != "none")
+            size = self.tokens * max((self._layer(run, "none") for run in recomputed), default=0.0)
         if self.layout.pp > 1:
-            depths, schedule = self.shape.num_nextn_predict_layers, self.config.parallelism.pipeline_parallel_schedule
+            depths = self.shape.num_nextn_predict_layers
+            schedule = self.config.parallelism.pipeline_parallel_schedule
             is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
             sent = (1 + depths) * self.shape.hidden_size * self.width
             received = sent * sum((not part.has_embedding) + (not part.has_head) for part in parts)
             if schedule != "GPipe" and (is_v_shaped or not parts[0].has_embedding):
-                size += self.tokens * sent  # gradients on their way to a stage before
-            text = (3 + 2 * depths) * INDEX * self.layout.tp  # token data of all micro-batches as one
+                size += self.tokens * sent  # gradients that are sent to the previous stage
+            text = (3 + 2 * depths) * INDEX * self.layout.tp  # token data of all micro-batches as one tensor
             size += self.micro_batches * self.tokens * (received + text)
         return size
 
     def _layer(self, run: BlockRun, mode: str) -> float:
-        """Bytes that a block keeps, per token of a rank."""
+        """Return the bytes that a block keeps, per token of a rank."""
         if (key := (run.block, run.frozen, mode)) not in self._known:
             self._known[key] = self.bytes.layer(*key)
         # The input of the first norm has no gradient.
@@ -126,36 +135,40 @@ class ActivationMemory(StepFacts):
         return [run for run in part.runs(self.checkpointing) if run.has_backward]
 
     def gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
-        """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
-        layout, shape = self.layout, self.shape
+        """Return the bytes of gathered keys and values that layers keep for backward, and of the gather buffers of one
+        layer."""
+        layout = self.layout
+        shape = self.shape
         heads = max(shape.num_key_value_heads / layout.tp, 1)
         modes = {part.index: [run.mode for run in part.runs(self.checkpointing)] for part in parts}
-        layers = sum(counts[index] * each.count("none") for index, each in modes.items()) + (
+        layers = sum(counts[index] * stage_modes.count("none") for index, stage_modes in modes.items()) + (
             self.checkpointing.mode != "none"
         )
         if layout.cp == 1:
             if self.config.rl is None or shape.sliding_window is not None:
                 return 0.0
-            # Those of shared prompts, once for each sample.
+            # Keys and values of shared prompts, once for each sample.
             return layers * (SHARED_KEYS - 1) * 2 * self.rows * self.length * heads * shape.head_dim * self.width
         if keys_travel(shape, self.width, **self._of_row):
             return travelling_key_bytes(shape, self.width, **self._of_row)
         kept = gathered_key_bytes(shape, self.width, **self._of_row)
-        # The rank's own keys are counted with its layers, where only what is made of them stays.
+        # The rank's own keys are counted with its layers; only the tensors made from them stay here.
         kept -= self.rows * self.length / layout.cp * kept_of_key(shape, layout.tp) * self.width
-        # Keys and values come one after the other.
+        # Keys and values are gathered one after the other.
         _, received = attended_keys(shape.sliding_window, self.length, layout.cp)
         gathered = self.rows * received * sent_of_key(shape, layout.tp) * self.width
-        return layers * kept + gathered  # with checkpointing of the layer that is computed, or computed again
+        return layers * kept + gathered  # with checkpointing, of the layer that is computed or recomputed
 
     def attention_backward(self, parts: list[StagePart]) -> float:
-        """`MemoryPlan.attention` of a rank with these stages. Attention in FP32 has no flash kernel."""
+        """Return `MemoryPlan.attention` of a rank with these stages. Attention in FP32 has no flash kernel."""
         if self.width == FP32:
             return 0.0
-        layout, shape, schedule = self.layout, self.shape, self.config.parallelism.pipeline_parallel_schedule
+        layout = self.layout
+        shape = self.shape
+        schedule = self.config.parallelism.pipeline_parallel_schedule
         blocks = dict.fromkeys((run.block, run.frozen) for part in parts for run in self._backward_runs(part))
-        # The rest of an MTP layer comes before both.
-        freed = [self.bytes.network(*each) for each in blocks]
+        # The MTP layer's own norms and projection are freed before both.
+        freed = [self.bytes.network(*block_key) for block_key in blocks]
         if not freed:
             return 0.0
         splits = layout.pp > 1 and self.checkpointing.mode == "none" and PIPELINE_SCHEDULES[schedule].splits_backward
@@ -168,21 +181,25 @@ class ActivationMemory(StepFacts):
         # A rank of context parallelism has two chunks of each row.
         runs = kernel_runs(max(self.rows * min(layout.cp, 2), queries / (self.plan.document_tokens or self.length)))
         needed = attention_backward_bytes(shape, self.width, queries=queries, keys=keys, runs=runs, tp=layout.tp)
-        # Weights get their gradients later where backward is split, so that what they need is not free yet.
+        # A split backward computes gradients of weights later, so the tensors that they need are not freed yet.
         return max(needed - self.tokens * max(freed) * (not splits), 0.0)
 
     def loss(self, micro_batches: int) -> float:
-        """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,
-        computes them in backward."""
-        if self.config.adapter is not None or self.config.preference or self.config.distillation:
+        """Return the bytes of the gradients of the head's weight for the main model and each depth. Preference training
+        uses `token_logprobs`, which computes them in backward, so they are 0 there."""
+        if self.config.adapter is not None or self.config.preference is not None:
             return 0.0
         heads = 1 + self.shape.num_nextn_predict_layers
         return micro_batches * heads * self._head_elements * self.width
 
     def loss_buffers(self) -> float:
-        """Logits of one chunk, their softmax, and the sum of the gradient of the head's weight over the chunks."""
-        head, tokens = self._head_elements, self.tokens * self.layout.tp
-        is_cast, is_trained, has_gpu = self.width != FP32, self.config.adapter is None, self.device == "gpu"
+        """Return the bytes of the logits of one chunk, their softmax, and the head's weight gradient summed over
+        chunks."""
+        head = self._head_elements
+        tokens = self.tokens * self.layout.tp
+        is_cast = self.width != FP32
+        is_trained = self.config.adapter is None
+        has_gpu = self.device == "gpu"
         chunk = loss_chunk_tokens(is_trained=is_trained, device=self.device)
         logits = min(chunk, tokens) * head / self.shape.hidden_size * (FP32 + self.width * is_cast)
         sums = is_cast * head * (FP32 + self.width * (not has_gpu and tokens > chunk))

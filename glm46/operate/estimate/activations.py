@@ -1,8 +1,8 @@
-"""Bytes that forward keeps for backward, per token and layer, as `glm46/compute/model` computes it.
+"""Computes the bytes that forward keeps for backward, per token and layer, for the model in `glm46/compute/model`.
 
-The formulas count each tensor that autograd saves once; a test compares the sums with what a small model saves.
-Letters as in the model: D hidden, H and K query and key heads, C head width, F expert width, E experts, A experts per
-token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
+The formulas count each tensor that autograd saves once; a test compares the sums with what a small model saves. Letters
+as in the model: D hidden, H and K query and key heads, C head width, F expert width, E experts, A experts per token. An
+element has `width` bytes in the compute type, 4 bytes in FP32, and 8 bytes as an index.
 """
 
 from dataclasses import dataclass
@@ -15,51 +15,55 @@ from glm46.run.parameters import DECODED_AT_ONCE, Parameter
 FP32 = 4
 INDEX = 8
 EXPERT_NUMBER = 4
-"""Of each expert of a token, beside a row that travels in two levels."""
+"""Bytes of each expert index of a token, sent along with a row in two-level exchanges."""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A layer whose own weights have no gradient, with adapters that have one."""
+    """A layer whose own weights have no gradient, with its adapters, which are trained."""
 
     adapters: tuple[Parameter, ...] = ()
     base_dtype: str | None = None
     """See `AdapterConfig.base_dtype`."""
     is_compiled: bool = False
-    """One kernel converts weights of 4 bits (`quantised_weights.let_conversions_compile`)."""
+    """True if one compiled kernel converts 4-bit weights (`quantised_weights.let_conversions_compile`)."""
 
     def adapts(self, module: str) -> bool:
-        """True if there are adapters in the module of this name."""
+        """True if the module of this name has adapters."""
         return any(row.name.rpartition(".")[0].rpartition(".")[0] == module for row in self.adapters)
 
     def decoding(self, weights: float, width: float) -> tuple[float, int]:
-        """Bytes that kernels move to convert so many weights of the base to the compute type, and these kernels. FP8 is
-        converted, and that is scaled in place; 4 bits are written once if compiled, else an index of values in FP32,
-        which are scaled and rounded, some rows at a time."""
+        """Return the bytes that kernels move to convert this many base weights to the compute type, and the number of
+        kernels. FP8 is converted and then scaled in place. 4-bit weights are written once if compiled; otherwise they
+        are looked up as FP32 values, scaled and rounded, some rows at a time."""
         assert self.base_dtype is not None, "the base is in the compute type"
         base = BASE_FORMATS[self.base_dtype]
-        passes, kernels = 3 * width, 2
+        passes = 3 * width
+        kernels = 2
         if base.bits == 4 and self.is_compiled:
-            passes, kernels = width, 1
+            passes = width
+            kernels = 1
         elif base.bits == 4:
-            passes, kernels = 5 * FP32 + width, 4 * ceil(weights / DECODED_AT_ONCE)
+            passes = 5 * FP32 + width
+            kernels = 4 * ceil(weights / DECODED_AT_ONCE)
         return weights * (base.bits / 8 + base.scale_bytes / base.columns + passes), kernels
 
 
 def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
-    """The shape of what all ranks of a tensor-parallel group keep together: each keeps at least one whole key head."""
+    """Return the shape that a tensor-parallel group stores in total: each rank stores at least one full key head."""
     return shape.model_copy(update={"num_key_value_heads": max(shape.num_key_value_heads, tp)})
 
 
 def _norm(dim: int, width: int, frozen: Frozen | None = None) -> float:
-    """RMSNorm: its FP32 input, one statistic per row, and the normalised rows, which a GPU does not keep in FP32."""
+    """Bytes of an RMSNorm: its FP32 input, one statistic per row, and unless frozen the normalised rows, which a GPU
+    keeps in the compute type."""
     return dim * (FP32 + width * (frozen is None)) + FP32
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of the layers of a model in a compute type, per token of a rank. Without ``frozen`` all weights of a layer
-    are trained; each of ``tp`` ranks keeps the whole sequence that it gathers, and its share of the rest."""
+    """Bytes of a model's layers in a compute type, per token of a rank. Without ``frozen`` all weights of a layer are
+    trained. Each of ``tp`` ranks keeps the full sequence that it gathers, and its share of everything else."""
 
     shape: ModelShape
     width: int
@@ -68,18 +72,18 @@ class LayerBytes:
     hops: tuple[float, ...] = ()
     """Rows of a token in exchanges of two levels (`plan_sizes.rows_of_hops`)."""
     recompute: tuple[str, ...] = ()
-    """Of the results that "selective" does not keep."""
+    """Results that "selective" checkpointing recomputes."""
 
     def layer(self, block: str, frozen: Frozen | None = None, mode: str = "none") -> float:
-        """Bytes that forward keeps of a block under a mode of activation checkpointing."""
+        """Return the bytes that forward keeps of a block under a mode of activation checkpointing."""
         if mode == "none":
             joined = 3 * _norm(self.shape.hidden_size, self.width) + 2 * self.shape.hidden_size * self.width
             # A prediction layer has norms and a projection of its own.
             return (block == "mtp") * joined + self.attention(frozen) + self.network(block, frozen)
         kept = sum(self.kept_tensors(block, mode, frozen))
         if block != "dense":
-            # Indices by which backward finds the rows of each assignment, and of each hop. A recomputation that repeats
-            # the exchange has the order of its assignments and of those that it received.
+            # Indices with which backward finds the rows of each assignment and of each hop. A recomputation that
+            # repeats the exchange keeps both the order of its assignments and the order of the received ones.
             orders = 2 if mode == "full" or "exchange" in self.recompute else 1
             indices = self.shape.num_experts_per_tok * (1 + (self.ep > 1 and not self.hops) * orders)
             kept += (indices + sum(self.hops)) * INDEX
@@ -88,15 +92,18 @@ class LayerBytes:
         return kept + self.layer(block, frozen) - self.layer("moe", frozen) if is_partly else kept
 
     def attention(self, frozen: Frozen | None = None) -> float:
-        """Norm and attention of one layer."""
-        shape, width = with_key_copies(self.shape, self.tp), self.width
-        heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
+        """Return the bytes of the norm and attention of one layer."""
+        shape = with_key_copies(self.shape, self.tp)
+        width = self.width
+        heads = shape.num_attention_heads
+        key_heads = shape.num_key_value_heads
         has_gradient = frozen is None or frozen.adapts("self_attn")
         total = _norm(shape.hidden_size, width, frozen) + has_gradient * shape.hidden_size * width * self.tp
         if shape.is_latent:  # both latents of a token: their norms, and the inputs of the projections to heads
-            queries, keys = shape.q_lora_rank or 0, shape.kv_lora_rank or 0
+            queries = shape.q_lora_rank or 0
+            keys = shape.kv_lora_rank or 0
             latents = _norm(queries, width, frozen) + _norm(keys, width, frozen)
-            if width == FP32:  # the norm keeps its input as it is, which lies beside the key to rotate
+            if width == FP32:  # the norm keeps its input as a view, which includes the key to rotate
                 latents += (shape.latent_width - keys) * FP32
             total += self.tp * (latents + has_gradient * (queries + shape.latent_width) * width)
         if shape.use_qk_norm:
@@ -105,17 +112,21 @@ class LayerBytes:
         return total + 2 * (heads + key_heads) * shape.head_dim * width + heads * FP32
 
     def network(self, block: str, frozen: Frozen | None = None) -> float:
-        """A layer besides its attention, which backward has freed when that of attention begins: adapters, norm, and
-        the dense network, or the router and experts. SwiGLU keeps gate, up and, for a gradient of the down projection,
-        the input of that; grouped products keep their inputs in any case."""
-        shape, width, tp, is_dense = self.shape, self.width, self.tp, block == "dense"
+        """Return the bytes of a layer without its attention: adapters, norm, and the dense network or the router and
+        experts. Backward frees them before the backward of attention begins. SwiGLU keeps gate and up, and also the
+        input of the down projection if that has a gradient; grouped products always keep their inputs."""
+        shape = self.shape
+        width = self.width
+        tp = self.tp
+        is_dense = block == "dense"
         hidden = shape.hidden_size * width
         has_gradient = frozen is None or frozen.adapts("mlp" if is_dense else "mlp.shared_experts")
         total = self._adapters(frozen) + _norm(shape.hidden_size, width, frozen)
         if is_dense:
             return total + has_gradient * hidden * tp + (2 + has_gradient) * shape.intermediate_size * width
-        chosen, inner = shape.num_experts_per_tok, shape.moe_intermediate_size
-        # Of the router, whose product in BF16 keeps its input in any case.
+        chosen = shape.num_experts_per_tok
+        inner = shape.moe_intermediate_size
+        # Input of the router, whose product in BF16 always keeps it.
         total += hidden * (width < FP32 or frozen is None or (has_gradient and tp == 1))
         if tp > 1 and shape.n_shared_experts:
             total += has_gradient * hidden * tp
@@ -124,10 +135,12 @@ class LayerBytes:
         return total + (2 + has_gradient) * inner * shape.n_shared_experts * width
 
     def _adapters(self, frozen: Frozen | None) -> float:
-        """``scale * A x`` of each adapter, and under DoRA the sum that is scaled to the magnitude."""
-        total, shape = 0.0, with_key_copies(self.shape, self.tp)
+        """Return the bytes of ``scale * A x`` of each adapter, and with DoRA of the sum that the magnitude scales."""
+        total = 0.0
+        shape = with_key_copies(self.shape, self.tp)
         for row in () if frozen is None else frozen.adapters:
-            # Ranks of a tensor-parallel group have all tokens of it: of A's results all, of the sum their rows of W.
+            # Tensor-parallel ranks hold all tokens of their group: all results of A, and their own rows of W of the
+            # sum.
             times = shape.num_experts_per_tok if row.is_expert else self.tp
             if row.group == "adapter A":
                 total += row.shape(shape)[-2] * self.width * times
@@ -136,16 +149,20 @@ class LayerBytes:
         return total
 
     def head(self, frozen: Frozen | None = None) -> float:
-        """The last norm, and for the main model and each prediction depth the gradient of the head's input, which
-        forward computes for the whole sequence."""
-        heads, hidden = 1 + self.shape.num_nextn_predict_layers, self.shape.hidden_size
+        """Return the bytes of the last norm, and of the gradients of the head's input for the main model and each
+        prediction depth, which forward computes for the full sequence."""
+        heads = 1 + self.shape.num_nextn_predict_layers
+        hidden = self.shape.hidden_size
         return _norm(hidden, self.width, frozen) + heads * self.tp * (hidden * self.width + INDEX)
 
     def kept_tensors(self, block: str, mode: str, frozen: Frozen | None = None) -> list[float]:
-        """Each tensor that "full" or "selective" keeps of a block, the input first: those that `cpu_checkpointing`
-        moves. Backward reads nothing of what the experts return, but for DoRA's magnitudes."""
-        shape, hops, recompute = self.shape, self.hops, self.recompute
-        chosen, hidden = shape.num_experts_per_tok, shape.hidden_size * self.width
+        """Return the bytes of each tensor that "full" or "selective" keeps of a block, the input first; these are the
+        tensors that `cpu_checkpointing` moves. Backward needs the experts' outputs only for DoRA's magnitudes."""
+        shape = self.shape
+        hops = self.hops
+        recompute = self.recompute
+        chosen = shape.num_experts_per_tok
+        hidden = shape.hidden_size * self.width
         tensors: list[float] = [hidden]
         if mode == "full":
             return tensors * (2 if block == "mtp" else 1)  # the embeddings of a prediction depth
@@ -157,22 +174,24 @@ class LayerBytes:
         if "experts" not in recompute:
             tensors.append(chosen * 2 * shape.moe_intermediate_size * self.width)
             rows = () if frozen is None else [row for row in frozen.adapters if row.is_expert]
-            # Kept beside the results of grouped products.
-            of_a = [row for row in rows if row.group == "adapter A" and row.rank]
-            tensors += [chosen * row.shape(shape)[-2] * self.width for row in of_a]
+            # Kept in addition to the results of grouped products.
+            adapter_a_rows = [row for row in rows if row.group == "adapter A" and row.rank]
+            tensors += [chosen * row.shape(shape)[-2] * self.width for row in adapter_a_rows]
             tensors += [chosen * hidden for row in rows if row.group == "magnitude" and "down" in row.name]
         if "exchange" not in recompute:
             tensors += [rows * chosen * EXPERT_NUMBER for rows in hops]
-            tensors += [rows * each for rows in hops[-1:] for each in (hidden, chosen * FP32)]
+            tensors += [rows * row_bytes for rows in hops[-1:] for row_bytes in (hidden, chosen * FP32)]
             tensors += [chosen * hidden, chosen * FP32] if self.ep > 1 and not hops else []
         return tensors
 
     def output_gradients(self, block: str) -> float:
-        """Gradients of the results of all products and norms of a block. A schedule that splits backward keeps them
-        from the gradients of inputs until those of weights."""
-        shape, tp = self.shape, self.tp
-        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        elements = queries + 2 * keys + (2 + tp) * shape.hidden_size  # of attention with its output, and both norms
+        """Return the bytes of the gradients of all outputs of products and norms of a block. A schedule that splits
+        backward keeps them from the gradients of inputs until the gradients of weights."""
+        shape = self.shape
+        tp = self.tp
+        queries = shape.num_attention_heads * shape.head_dim
+        keys = shape.num_key_value_heads * shape.head_dim
+        elements = queries + 2 * keys + (2 + tp) * shape.hidden_size  # attention with its output, and both norms
         if shape.is_latent:  # keys and values come from one product, which makes no rotated part
             rotated = shape.num_attention_heads * (shape.qk_rope_head_dim or 0)
             elements += tp * (2 * (shape.q_lora_rank or 0) + (shape.kv_lora_rank or 0) + shape.latent_width) - rotated
@@ -180,7 +199,8 @@ class LayerBytes:
             elements += queries + keys
         if block == "dense":
             return (elements + 2 * shape.intermediate_size + tp * shape.hidden_size) * self.width
-        chosen, shared = shape.num_experts_per_tok, shape.n_shared_experts
+        chosen = shape.num_experts_per_tok
+        shared = shape.n_shared_experts
         elements += (chosen + shared) * 2 * shape.moe_intermediate_size
         elements += (chosen + tp * (shared > 0) + 4 * (block == "mtp")) * shape.hidden_size
         return elements * self.width + shape.n_routed_experts * FP32
@@ -189,37 +209,38 @@ class LayerBytes:
 def attention_backward_bytes(
     shape: ModelShape, width: int, *, queries: float, keys: float, runs: float, tp: int = 1
 ) -> float:
-    """Bytes that the backward of one layer's attention allocates on a rank: the gradients of result, queries, keys and
-    values, and the workspace of the flash kernel.
+    """Return the bytes that the backward of one layer's attention allocates on a rank: the gradients of result,
+    queries, keys and values, and the workspace of the flash kernel.
 
-    The workspace is that of `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of
-    PyTorch: the sums of the gradient of the queries, FP32 [queries + 128 runs, heads, width of a head rounded up], one
-    more FP32 number for each of these rows and heads, and where query heads share keys, the gradients of keys and
-    values of each query head. cuDNN, which `varlen_attn` of torch 2.15 prefers for whole documents, does not publish
-    its workspace. With debug.deterministic the kernel has the FP32 sums several times, 132 / (runs x heads) rounded
-    up on an H100; that is not counted.
+    The workspace follows `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of
+    PyTorch: the sums of the gradient of the queries, FP32 [queries + 128 runs, heads, head width rounded up], one more
+    FP32 number for each of these rows and heads, and, where query heads share keys, the gradients of keys and values of
+    each query head. cuDNN, which `varlen_attn` of torch 2.15 prefers for complete documents, does not publish its
+    workspace. With debug.deterministic the kernel allocates the FP32 sums 132 / (runs x heads) times, rounded up, on an
+    H100; that is not counted.
 
     Args:
-        queries, keys: of all runs.
-        runs: documents, or the parts of documents, that a rank attends in.
+        queries, keys: totals over all runs.
+        runs: documents, or parts of documents, in which a rank attends.
         tp: ranks of tensor parallelism, which share the heads.
     """
-    heads, key_heads = shape.num_attention_heads / tp, max(shape.num_key_value_heads / tp, 1)
+    heads = shape.num_attention_heads / tp
+    key_heads = max(shape.num_key_value_heads / tp, 1)
     multiple = 32 if shape.head_dim <= 128 else 64
     rounded = -(-shape.head_dim // multiple) * multiple
     workspace = (queries + 128 * runs) * heads * (rounded + 1) * FP32
-    of_keys = key_heads + heads * (heads != key_heads)
-    return workspace + (2 * queries * heads + 2 * keys * of_keys) * shape.head_dim * width
+    key_gradient_heads = key_heads + heads * (heads != key_heads)
+    return workspace + (2 * queries * heads + 2 * keys * key_gradient_heads) * shape.head_dim * width
 
 
 def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
-    """Keys and values that a rank holds in backward while they travel: those that it has, those that come, and those of
-    its runs; and their gradients in FP32: of this rank, those that come, and their sum."""
+    """Return the bytes of keys and values that a rank holds in backward while they travel: its current ones, the
+    arriving ones, and those of its runs; plus three FP32 gradients: this rank's, the arriving ones, and their sum."""
     heads = max(shape.num_key_value_heads / tp, 1)
     return 2 * rows * length / cp * heads * shape.head_dim * (3 * width + 3 * FP32)
 
 
 def sent_of_key(shape: ModelShape, tp: int) -> float:
-    """Numbers of a token that ranks of context parallelism exchange in one call: its keys, then its values, or its
+    """Return the numbers per token that context-parallel ranks exchange in one call: keys, then values, or the
     latent."""
     return shape.latent_width or max(shape.num_key_value_heads / tp, 1) * shape.head_dim

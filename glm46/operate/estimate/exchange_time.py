@@ -1,6 +1,6 @@
-"""The time in which a layer waits for tokens on their way to experts and back, from the order of sends and products.
+"""Predicts how long a layer waits for tokens on their way to experts and back, from the order of sends and products.
 
-The order is that of `compute/parallelize/exchange.py`; a test holds it equal to what real ranks log.
+The order follows `compute/parallelize/exchange.py`; a test compares it with the log of real ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,27 @@ from glm46.operate.estimate.traffic import Traffic
 from glm46.run.plan import Plan
 
 CONTENTION = 0.1
-"""Of the time in which rows travel beside kernels: copies take part of a GPU's processors and memory."""
+"""Slowdown of kernels, as a share of the time in which rows travel: copies use part of a GPU's processors and
+memory."""
 BESIDE_OTHERS = {"Interleaved1F1B": 0.37, "DualPipeV": 1.0}
-"""Of what a layer waits for tokens, the share that published training stacks run beside kernels of another micro-batch,
-by schedule: Megatron's 1F1B overlap (Megatron-Bridge@067f987, skills/nemo-mbridge-perf-expert-parallel-overlap: 37 % of
-the communication) and DualPipe (arXiv 2412.19437, section 3.2.1: all of it). Neither recomputes whole layers."""
+"""Share of the wait for tokens that published training stacks overlap with another micro-batch, by schedule: 37 % of
+the communication in Megatron's 1F1B overlap (Megatron-Bridge@067f987,
+skills/nemo-mbridge-perf-expert-parallel-overlap), all of it in DualPipe (arXiv 2412.19437, section 3.2.1). Neither
+recomputes complete layers."""
 
 
 class Step(NamedTuple):
-    """One step of a layer, which sends rows, waits for them or computes."""
+    """One step of a layer, which sends rows, waits for rows or computes."""
 
     kind: Literal["send", "wait", "shared", "gate_up", "down", "recomputation"]
     hop: tuple[int, bool] = (0, False)
-    """Of a send: link, 0 of the first hop to the experts and 1 of the second; True on the way back."""
+    """For a send: the link (0 for the first hop to the experts, 1 for the second), and True on the way back."""
     number: int = 0
-    """Of a send, and of the wait for it."""
+    """Number of a send, and of the wait for it."""
 
 
 def forward_steps(chunks: int, hops: int, returns: bool = True) -> list[Step]:
-    """The forward of a layer. ``returns``: a recomputation sends nothing back."""
+    """List the steps of a layer's forward. ``returns``: False for a recomputation, which sends nothing back."""
     steps: list[Step] = []
 
     def send(link: int, is_back: bool = False) -> Step:
@@ -44,24 +46,25 @@ def forward_steps(chunks: int, hops: int, returns: bool = True) -> list[Step]:
             steps.append(waiting[-1])
             waiting[-1] = send(0 if is_back else 1, is_back)
 
-    there, back = [send(0) for _ in range(chunks)], list[Step]()
+    outbound = [send(0) for _ in range(chunks)]
+    returning = list[Step]()
     steps.append(Step("shared"))
-    arriving = there[:1]
-    change_link(arriving, False)
+    incoming = outbound[:1]
+    change_link(incoming, False)
     for number in range(chunks):
-        steps += [*arriving, Step("gate_up")]
-        arriving = there[number + 1 : number + 2]
-        change_link(arriving, False)
-        change_link(back, True)
+        steps += [*incoming, Step("gate_up")]
+        incoming = outbound[number + 1 : number + 2]
+        change_link(incoming, False)
+        change_link(returning, True)
         steps.append(Step("down"))
-        back += [send(hops - 1, True)] if returns else []
-    change_link(back, True)
-    return steps + back
+        returning += [send(hops - 1, True)] if returns else []
+    change_link(returning, True)
+    return steps + returning
 
 
 def backward_steps(chunks: int, hops: int) -> list[Step]:
-    """The same in reverse: gradients are sent where forward waited. The layer may be computed again before the
-    gradients of its experts."""
+    """List the steps of a layer's backward, in reverse: gradients are sent where forward waited. The layer may be
+    recomputed before the gradients of its experts."""
     swapped: dict = {"send": "wait", "wait": "send"}
     steps = [step._replace(kind=swapped.get(step.kind, step.kind)) for step in reversed(forward_steps(chunks, hops))]
     steps.insert(steps.index(Step("down")), Step("recomputation"))
@@ -71,19 +74,22 @@ def backward_steps(chunks: int, hops: int) -> list[Step]:
 def exposed_seconds(
     steps: Sequence[Step], computed: Mapping[str, float], hops: Mapping[tuple[int, bool], float], slowed: float
 ) -> float:
-    """Seconds of the exchanges of these steps that no kernel hides, with what kernels beside the others lose.
+    """Return the seconds of the exchanges that no kernel hides, plus the slowdown of kernels that overlap with the
+    rest.
 
     Args:
         computed: seconds of each step that computes, by kind.
         hops: seconds of one send, by hop.
-        slowed: share of the hidden seconds that the kernels lose.
+        slowed: slowdown of the kernels, as a share of the hidden seconds.
     """
-    clock, free, arrived = 0.0, [0.0, 0.0], dict[int, float]()
+    clock = 0.0
+    free = [0.0, 0.0]
+    received_at = dict[int, float]()
     for kind, hop, number in steps:
         if kind == "send":
-            arrived[number] = free[hop[0]] = max(clock, free[hop[0]]) + hops[hop]
+            received_at[number] = free[hop[0]] = max(clock, free[hop[0]]) + hops[hop]
         else:
-            clock = max(clock, arrived[number]) if kind == "wait" else clock + computed.get(kind, 0.0)
+            clock = max(clock, received_at[number]) if kind == "wait" else clock + computed.get(kind, 0.0)
     sent = sum(hops[step.hop] for step in steps if step.kind == "send")
     exposed = clock - sum(computed.get(step.kind, 0.0) for step in steps)
     return exposed + slowed * max(sent - exposed, 0.0)
@@ -92,35 +98,42 @@ def exposed_seconds(
 def waits_for_tokens(
     plan: Plan, roofline: Roofline, batch: MicroBatch, again: float, *, repeats: bool = False
 ) -> tuple[float, float]:
-    """Seconds in which one layer waits for tokens in forward, and in backward with its recomputation of ``again``
-    seconds, which sends rows again if it ``repeats`` the exchange."""
-    parallelism, published = plan.config.parallelism, roofline.published_exchange
-    found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
+    """Return the seconds in which one layer waits for tokens in forward, and in backward with recomputation.
+
+    Args:
+        again: seconds of the recomputation.
+        repeats: True if the recomputation repeats the exchange.
+    """
+    parallelism = plan.config.parallelism
+    published = roofline.published_exchange
+    hops = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
     is_one_kernel = published or parallelism.expert_exchange == "deepep"
     ranks = {axis: size for axis, (_, size) in groups(plan).items()}
 
     def sends(first: int) -> dict[tuple[int, bool], float]:
-        """Seconds of sends by hop; those there are of `TOKENS` from ``first`` on, those back of rows."""
+        """Return the seconds of sends by hop: of `TOKENS` from ``first`` on to the experts, of rows back."""
         seconds: dict[tuple[int, bool], float] = {}
-        for hop, (axis, *sizes) in enumerate(found):
+        for hop, (axis, *sizes) in enumerate(hops):
             calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks[axis], 1, size, "")) for size in sizes]
             seconds |= {(hop, False): sum(calls[first:-1]), (hop, True): calls[-1]}
-        if is_one_kernel:  # which forwards rows while others arrive
-            return {(0, is_back): max(seconds[hop, is_back] for hop in range(len(found))) for is_back in (False, True)}
+        if is_one_kernel:  # a single kernel forwards rows while others arrive
+            return {(0, is_back): max(seconds[hop, is_back] for hop in range(len(hops))) for is_back in (False, True)}
         return seconds
 
     def computed(backward: bool) -> dict[str, float]:
         work = work_beside_exchange(batch, backward).items()
-        seconds = {name: sum(map(roofline.kernel, each)) / batch.chunks for name, each in work}
+        seconds = {name: sum(map(roofline.kernel, items)) / batch.chunks for name, items in work}
         return seconds | {"shared": seconds["shared"] * batch.chunks, "recomputation": again}
 
-    slowed, forward = 1 - min(roofline.overlap, 1 - CONTENTION), sends(0 if plan.expert_levels else 1)
-    order, of_forward = (batch.chunks, 1 if is_one_kernel else len(found)), computed(False)
-    waits = exposed_seconds(forward_steps(*order), of_forward, forward, slowed)
+    slowed = 1 - min(roofline.overlap, 1 - CONTENTION)
+    forward = sends(0 if plan.expert_levels else 1)
+    order = (batch.chunks, 1 if is_one_kernel else len(hops))
+    forward_work = computed(False)
+    waits = exposed_seconds(forward_steps(*order), forward_work, forward, slowed)
     backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
     if repeats:
-        backward += exposed_seconds(forward_steps(*order, returns=False), of_forward, forward, slowed)
+        backward += exposed_seconds(forward_steps(*order, returns=False), forward_work, forward, slowed)
     elif published and plan.layout.pp > 1:
-        left = 1 - BESIDE_OTHERS.get(parallelism.pipeline_parallel_schedule, 0.0) * (1 - slowed)
-        return left * waits, left * backward
+        exposed_share = 1 - BESIDE_OTHERS.get(parallelism.pipeline_parallel_schedule, 0.0) * (1 - slowed)
+        return exposed_share * waits, exposed_share * backward
     return waits, backward

@@ -1,8 +1,9 @@
-"""Time of rollouts: what engines take to generate the completions of reinforcement learning, beside the trainer.
+"""Predicts the time of rollouts: how long engines take to generate completions for reinforcement learning, next to the
+trainer.
 
-A step of decoding takes the longer of the bytes that a GPU reads and of its products, and the collectives of its
-layers. What is assumed: experts get equal loads, prompts cost nothing beside completions, an engine of servers replays
-its kernels without the host, and no token is drafted.
+A decoding step takes the longer of its memory reads and its products, plus the collectives of its layers. Assumptions:
+experts get equal loads, prompts cost nothing compared with completions, a server replays its kernels without launching
+each from the host, and no token is drafted.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class DecodingEngine:
-    """GPUs that hold one model and generate together."""
+    """GPUs that hold one copy of the model and generate together."""
 
     plan: Plan
     cluster: TargetCluster
@@ -50,7 +51,7 @@ class DecodingEngine:
 
     @cached_property
     def _weights(self) -> dict[bool, float]:
-        """Elements that a rank multiplies with in a step of decoding: of routed experts, and all others."""
+        """Elements that a rank multiplies with in a decoding step: of routed experts (True), and all others (False)."""
         sizes = {True: 0.0, False: 0.0}
         for name, row in named_rows(self.plan.shape).items():
             if row.is_matrix and row.part != "embedding" and not name.startswith("mtp."):
@@ -59,48 +60,56 @@ class DecodingEngine:
 
     @property
     def weight_bytes(self) -> int:
-        """Of an element."""
+        """Bytes of one weight element."""
         rollout = self.plan.config.rollout
         return 1 if rollout is not None and rollout.weights_dtype else self._width
 
     def _cache(self, tokens: float) -> float:
-        """Bytes of the keys and values of one row, on each rank of the group that computes its attention."""
+        """Return the bytes of the keys and values of one row, on each rank of the group that computes its attention."""
         layers = self.plan.shape.num_hidden_layers / self.layout.pp
         return tokens * layers * cached_elements(self.plan.shape, self.layout.tp) * self._width
 
     def free_bytes(self) -> float:
-        """Of a GPU, beside the weights; below 0 if they do not fit."""
+        """Return the free bytes of a GPU after loading the weights; negative if they do not fit."""
         dtype = self.plan.config.training.mixed_precision_param
         weights = inference_bytes(self.plan.shape, self.layout, dtype, drafts=False)
         return usable_bytes(self.cluster.gpu.memory_bytes) - weights * self.weight_bytes / self._width
 
     def at_once(self, context: float) -> int:
-        """Rows that the engine holds: as many as the config allows, and of servers as fit in the memory.
+        """Return the rows that the engine holds: the number in the config; for servers, at most as many as fit in
+        memory.
 
         Args:
-            context: tokens of a row in the mean.
+            context: mean tokens per row.
         """
         (_, rollout), groups = self.plan.config.reinforcement, self.layout.dp_shard
-        if not self.is_server:  # the plan of the memory has counted these rows
+        if not self.is_server:  # the memory plan has counted these rows already
             return rollout.samples_at_once * groups
         return max(min(rollout.samples_at_once, int(groups * self.free_bytes() / self._cache(context))), 1)
 
     def step_seconds(self, rows: int, context: float) -> float:
-        """Seconds in which each of these rows gets a token."""
-        shape, layout, share, gpu = self.plan.shape, self.layout, self.cluster.efficiencies, self.cluster.gpu
-        of_group, of_token = rows / layout.dp_shard, shape.num_experts_per_tok / shape.n_routed_experts
-        chosen = 1 - (1 - of_token) ** rows
+        """Return the seconds in which each of these rows gets a token."""
+        shape = self.plan.shape
+        layout = self.layout
+        share = self.cluster.efficiencies
+        gpu = self.cluster.gpu
+        group_rows = rows / layout.dp_shard
+        expert_share = shape.num_experts_per_tok / shape.n_routed_experts
+        chosen = 1 - (1 - expert_share) ** rows
         read = (self._weights[False] + chosen * self._weights[True]) * self.weight_bytes
-        moved = (read + of_group * self._cache(context)) / (gpu.memory_bandwidth * share.memory)
-        products = 2 * (self._weights[False] * of_group + self._weights[True] * of_token * rows * share.imbalance)
+        moved = (read + group_rows * self._cache(context)) / (gpu.memory_bandwidth * share.memory)
+        products = 2 * (self._weights[False] * group_rows + self._weights[True] * expert_share * rows * share.imbalance)
         seconds = max(moved, products / (gpu.bf16_flops * share.products)) * layout.pp
-        return seconds + self._collective_seconds(of_group) + (0.0 if self.is_server else self._launch_seconds())
+        return seconds + self._collective_seconds(group_rows) + (0.0 if self.is_server else self._launch_seconds())
 
-    def _collective_seconds(self, of_group: float) -> float:
-        """Two sums over tensor-parallel ranks in a layer, and the way of a token to its experts and back."""
-        shape, layout, share = self.plan.shape, self.layout, self.cluster.efficiencies
+    def _collective_seconds(self, group_rows: float) -> float:
+        """Return the seconds of two sums over tensor-parallel ranks per layer, and of the exchanges with experts."""
+        shape = self.plan.shape
+        layout = self.layout
+        share = self.cluster.efficiencies
         _, moe, _ = layer_counts(shape)
-        hidden, seconds = of_group * shape.hidden_size * self._width, 0.0
+        hidden = group_rows * shape.hidden_size * self._width
+        seconds = 0.0
         if layout.tp > 1:
             sums = 2 * hidden * (layout.tp - 1) / layout.tp / self.cluster.link(1, layout.tp).bytes_per_second
             seconds += 2 * shape.num_hidden_layers * (share.call_seconds + sums)
@@ -111,44 +120,46 @@ class DecodingEngine:
         return seconds
 
     def _launch_seconds(self) -> float:
-        """Our own engine launches each kernel from the host."""
-        shape, of_form = self.plan.shape, form(self.plan.config.training.mixed_precision_param, is_compiled=False)
-        dense, moe, norms = (KERNELS[name][of_form][0] for name in ("dense", "moe", "head_norms"))
-        layers, norms = layer_counts(shape), norms * shape.use_qk_norm
+        """Return the host's time to launch the kernels of our own engine."""
+        shape = self.plan.shape
+        form_index = form(self.plan.config.training.mixed_precision_param, is_compiled=False)
+        dense, moe, norms = (KERNELS[name][form_index][0] for name in ("dense", "moe", "head_norms"))
+        layers = layer_counts(shape)
+        norms = norms * shape.use_qk_norm
         launched = layers[0] * (dense + norms) + layers[1] * (moe + norms)
         return launched * self.cluster.efficiencies.launch_seconds
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of a plan that no config has."""
+    """Options for planning that no config has."""
 
     gpus: int | None = None
-    """Of all engines of servers; None: one engine for each of `rollout.urls`."""
+    """GPUs of all server engines together; None: one engine for each of `rollout.urls`."""
     engine_gpus: int | None = None
-    """Of one engine; None: the fewest, a power of two, that leave memory to keys and values."""
+    """GPUs of one engine; None: the smallest power of two that leaves memory for keys and values."""
     completion_tokens: int | None = None
-    """In the mean; None: half of the longest."""
+    """Mean tokens of a completion; None: half of the longest."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Generation of a run with [rl] beside its training, for one rollout."""
+    """The predicted generation of a run with [rl], and its training, for one rollout."""
 
     engines: int
     engine: DecodingEngine
     at_once: int
-    """Samples of an engine."""
+    """Samples that an engine generates at the same time."""
     completion_tokens: float
-    """In the mean."""
+    """Mean tokens of a completion."""
     generation: float
     """Seconds in which the engines generate one rollout."""
     update: float
-    """Seconds in which the engines get new weights."""
+    """Seconds in which the engines receive new weights."""
     training: float
-    """Seconds in which the trainer makes the steps of one rollout."""
+    """Seconds in which the trainer runs the steps of one rollout."""
     seconds: float
-    """From one rollout to the next."""
+    """Seconds from one rollout to the next."""
     rollouts: int
     other_gpus: int
     """GPUs that only generate."""
@@ -163,7 +174,7 @@ class Rollouts:
 
     @property
     def dollars(self) -> float | None:
-        """None without a price."""
+        """Cost at the cluster's price; None without a price."""
         price = self.engine.cluster.price
         return None if price is None else self.gpu_hours * price
 
@@ -172,11 +183,12 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
     """Predict the rollouts of a run with [rl].
 
     Raises:
-        UserError: the engines do not fit the GPUs, or the model not the engines.
+        UserError: the engines do not fit on the GPUs, or the model does not fit on an engine.
     """
     (rl, rollout), cluster = plan.config.reinforcement, cost.cluster
     is_server = rollout.kind != "local"
-    longest, prompt = rollout.max_new_tokens, (plan.config.training.seq_len - rollout.max_new_tokens) / 2
+    longest = rollout.max_new_tokens
+    prompt = (plan.config.training.seq_len - rollout.max_new_tokens) / 2
     mean = min(options.completion_tokens or max(longest // 2, 1), longest)
     if is_server:
         engine = _server_engine(plan, cluster, options.engine_gpus)
@@ -195,8 +207,9 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
     generation = _generation_seconds(lengths, at_once, lambda rows: engine.step_seconds(rows, context))
     step = cost.longest.largest
     tokens = rl.samples_per_rollout * (prompt + total / len(lengths))
-    training, update = tokens / step.tokens * step.seconds, _update_seconds(plan, cluster, engine, engines)
-    # Servers with samples of older weights generate while the trainer works; the weights come between.
+    training = tokens / step.tokens * step.seconds
+    update = _update_seconds(plan, cluster, engine, engines)
+    # Servers that may use older weights generate during training; weights are sent in between.
     seconds = update + (max(generation, training) if rollout.max_staleness else generation + training)
     steps_of_rollout = max(round(rl.samples_per_rollout * plan.config.training.seq_len / step.tokens), 1)
     rollouts = ceil(cost.steps / steps_of_rollout)
@@ -207,7 +220,7 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
 
 
 def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> DecodingEngine:
-    """An engine as `rl-servers` starts it."""
+    """Choose an engine as `rl-servers` starts it."""
     room = usable_bytes(cluster.gpu.memory_bytes)
     for size in [ranks] if ranks else [2**power for power in range(_MOST_RANKS.bit_length())]:
         split = split_model(plan.shape, size, cluster.gpus_per_node)
@@ -222,16 +235,21 @@ def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> Dec
 
 
 def _lengths(count: int, mean: int, longest: int) -> list[int]:
-    """Lengths in an order without trend, equally spread around the mean as far as the longest allows."""
-    least, most = max(2 * mean - longest, 0), min(2 * mean, longest)
-    return [max(round(least + (index * _GOLDEN % 1.0) * (most - least)), 1) for index in range(1, count + 1)]
+    """Return lengths without a trend, evenly spread around the mean as far as the longest allows."""
+    min_length = max(2 * mean - longest, 0)
+    max_length = min(2 * mean, longest)
+    return [
+        max(round(min_length + (index * _GOLDEN % 1.0) * (max_length - min_length)), 1) for index in range(1, count + 1)
+    ]
 
 
 def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable[[int], float]) -> float:
-    """Seconds in which an engine generates these completions; one begins when another one has ended."""
-    running, waiting = lengths[:at_once], lengths[at_once:][::-1]
+    """Return the seconds in which an engine generates these completions; one starts when another has ended."""
+    running = lengths[:at_once]
+    waiting = lengths[at_once:][::-1]
     heapify(running)
-    now, seconds = 0, 0.0
+    now = 0
+    seconds = 0.0
     while running:
         ended = heappop(running)
         if ended > now:
@@ -243,8 +261,8 @@ def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable
 
 
 def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, engines: int) -> float:
-    """Seconds in which the weights come from the trainer to the engines: written and read, sent by rank 0 to all, or
-    gathered by ranks that generate themselves."""
+    """Return the seconds to move the weights from the trainer to the engines: written to and read from files, sent by
+    rank 0 to each engine, or gathered by ranks that generate themselves."""
     (_, rollout), port = plan.config.reinforcement, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
     size = float(count_parameters(plan.shape).total * engine.weight_bytes)
     if rollout.send_adapters:
@@ -252,14 +270,14 @@ def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, 
     if not engine.is_server:
         is_inside = cluster.gpus <= cluster.gpus_per_node
         return size / (cluster.gpu.link_bandwidth * cluster.efficiencies.link if is_inside else port)
-    if rollout.weights == "broadcast":
-        return size / port
+    if rollout.weights == "broadcast":  # rank 0 sends each engine its own copy, all through one port
+        return engines * size / port
     nodes = max(engines * engine.ranks / cluster.gpus_per_node, 1)
     return cluster.writing_seconds(size) + engines * size / (nodes * cluster.storage_gbytes * 1e9)
 
 
 def rollout_numbers(rollouts: Rollouts) -> dict:
-    """Rollouts as a JSON object: seconds, days, dollars."""
+    """Return the rollouts as a JSON object: seconds, days, dollars."""
     engine = rollouts.engine
     names = "engines", "at_once", "completion_tokens", "generation", "update", "training", "seconds", "rollouts"
     numbers = {name: getattr(rollouts, name) for name in names}
@@ -268,15 +286,17 @@ def rollout_numbers(rollouts: Rollouts) -> dict:
 
 
 def rollout_lines(rollouts: Rollouts) -> dict[str, list[str]]:
-    """A title and its lines."""
-    engine, layout = rollouts.engine, rollouts.engine.layout
+    """Format the rollouts as lines under a title."""
+    engine = rollouts.engine
+    layout = rollouts.engine.layout
     (rl, rollout), cluster = engine.plan.config.reinforcement, engine.cluster
     where = f"{counted(rollouts.other_gpus, 'GPU')} more" if engine.is_server else "the GPUs that train"
     what = f"tp {layout.tp}, experts over {layout.ep}, {rollouts.at_once:,} samples at once"
     generated = rollouts.completion_tokens * rl.samples_per_rollout / rollouts.generation
     beside = "beside each other" if rollout.max_staleness else "one after the other"
     gpus = f"({cluster.gpus:,} + {rollouts.other_gpus:,} GPUs)" if engine.is_server else ""
-    title, time = "rollouts, predicted for completions of", run_time(rollouts.days * SECONDS_PER_DAY)
+    title = "rollouts, predicted for completions of"
+    time = run_time(rollouts.days * SECONDS_PER_DAY)
     return {
         f"{title} {rollouts.completion_tokens:,.0f} tokens in the mean": [
             plan_line("engines", f"{rollouts.engines:,} x {counted(engine.ranks, 'GPU')}", f"({what}; {where})"),

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of the kernels of a part of the model, forward and backward, on one rank and for one micro-batch.
+"""Counts FLOPs and bytes of the kernels of a part of the model, forward and backward, per rank and micro-batch.
 
 Products and attention are counted by formula, as in `flops.py`. The bytes of everything else are sums over the tokens
 with the factors of `MOVED`, which `count_kernels.py` of `scripts/measure/` counted on the meta device; a test counts
@@ -21,17 +21,17 @@ PartOfModel = Literal["embedding", "dense", "moe", "mtp", "head"]
 
 
 class Work(NamedTuple):
-    """One kernel, or several kernels of memory-bound work."""
+    """One kernel, or several memory-bound kernels."""
 
     kind: Kind
     flops: float
     nbytes: float
-    """Read and written."""
+    """Bytes that are read and written."""
     kernels: int = 0
-    """Those of a layer are all counted with its memory-bound work."""
+    """Number of kernel launches. All kernels of a layer are counted with its memory-bound work."""
     in_fp8: bool = False
     rows: float = 0.0
-    """Of grouped products those of one expert, of attention the queries of one run; 0: it does not matter."""
+    """For grouped products the rows per expert, for attention the queries per run; 0 if speed does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class PartWork:
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
-    """Without recomputation."""
+    """Kernels without recomputation."""
     recomputed: tuple[Work, ...] = ()
-    """What activation checkpointing computes again before backward."""
+    """Kernels that activation checkpointing repeats before backward."""
 
 
 MOVED = {
@@ -55,8 +55,8 @@ MOVED = {
     "expert_inner": ((14, 40), (28, 80), (6, 10), (12, 20)),  # experts of a token times their width: SwiGLU
     "scores": ((26, 66), (27, 27), (21, 26), (21, 18)),  # number of experts: scores of the router
 }
-"""Bytes per token that kernels move besides products and attention, for each of the elements that are named beside;
-forward and backward, by `form`."""
+"""Bytes per token that kernels move besides products and attention, for each element named in the comments; forward and
+backward, by `form`."""
 KERNELS = {
     "dense": ((38, 71), (34, 66), (14, 25), (14, 25)),
     "moe": ((76, 110), (72, 98), (27, 41), (27, 38)),
@@ -65,23 +65,23 @@ KERNELS = {
 }
 """Number of all kernels of a layer, forward and backward, by `form`."""
 _EXCHANGED = {"bfloat16": (8, 8), "float32": (16, 16)}
-"""More bytes per element of `rows` under expert parallelism, which stays outside of compiled graphs."""
+"""Additional bytes per element of `rows` with expert parallelism, which stays outside of compiled graphs."""
 _PER_LOGIT = {"bfloat16": 16, "float32": 20}
-"""Bytes that the head moves per logit besides its products: maximum, softmax, and the copy of the gradient."""
+"""Bytes per logit that the head moves besides its products: maximum, softmax, and the copy of the gradient."""
 _HEAD_KERNELS_PER_CHUNK = 38
 _ATTENTION_BACKWARD = 2.5
-"""Products of attention in backward over those of forward: FlashAttention computes the scores again."""
+"""Ratio of backward to forward products in attention: FlashAttention recomputes the scores."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch on one rank, and what its kernels depend on."""
+    """A micro-batch on one rank, with everything that its kernels depend on."""
 
     shape: ModelShape
-    """With the window of the stage of text."""
+    """Model shape, with the attention window of the stage of text."""
     layout: Layout
     tokens: float
-    """Of one rank of a tensor-parallel group: rows x length / (cp x tp)."""
+    """Tokens of one rank of a tensor-parallel group: rows x length / (cp x tp)."""
     seq_len: int
     document_tokens: float | None
     param_dtype: str
@@ -101,16 +101,16 @@ class MicroBatch:
 
 
 def form(param_dtype: str, *, is_compiled: bool) -> int:
-    """The place of a compute type, with or without compiled layers, in `MOVED` and `KERNELS`."""
+    """Return the index of a compute type, with or without compiled layers, in `MOVED` and `KERNELS`."""
     return 2 * is_compiled + (param_dtype == "float32")
 
 
 def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: Frozen | None = None) -> PartWork:
-    """The kernels of one layer, or of embedding or head, for one micro-batch on one rank.
+    """List the kernels of one layer, or of embedding or head, for one micro-batch on one rank.
 
     Args:
         part: "mtp" is an MTP layer without its use of the head; "head" is one use of the head, with its gradients,
-            which are made in forward.
+            which are computed in forward.
         checkpointing: [activation_checkpoint] mode.
         frozen: the adapters, if all other weights are frozen.
     """
@@ -134,39 +134,49 @@ def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: 
     elif not batch.experts_fp8 and (part != "mtp" or checkpointing == "selective"):
         # The experts' second product is not repeated (`_Recalling` in `compute/parallelize/activation_checkpoint.py`).
         again = [_product(row, batch) for row in matrices if not (row.is_expert and "down" in row.name)]
-    core, of_all = _attention(batch), [work for _, work in converted]
-    moved, of_backward = _moved(part, batch, False), _moved(part, batch, True)
-    backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes), of_backward]
+    core = _attention(batch)
+    conversions = [work for _, work in converted]
+    moved = _moved(part, batch, False)
+    moved_backward = _moved(part, batch, True)
+    backward += [
+        *conversions,
+        core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes),
+        moved_backward,
+    ]
     experts_again = "experts" in batch.recompute
     selective = [work for is_expert, work in converted if experts_again or not is_expert]
     selective += [*(work for work in again if experts_again or work.kind == "products"), moved]
     selective += [core] if "core_attn" in batch.recompute else []
-    recomputed = {"none": [], "full": [*of_all, *again, core, moved], "selective": selective}[checkpointing]
-    return PartWork((*of_all, *products, core, moved), tuple(backward), tuple(recomputed))
+    recomputed = {"none": [], "full": [*conversions, *again, core, moved], "selective": selective}[checkpointing]
+    return PartWork((*conversions, *products, core, moved), tuple(backward), tuple(recomputed))
 
 
 def _product(row: Parameter, batch: MicroBatch) -> Work:
-    """One product with a weight. Ranks of a tensor-parallel group have parts of a matrix and all tokens of the group,
-    or a whole matrix and their own tokens."""
-    shape, layout = batch.shape, batch.layout
+    """Describe one product with a weight. Tensor-parallel ranks have parts of a matrix and all tokens of the group, or
+    a complete matrix and their own tokens."""
+    shape = batch.shape
+    layout = batch.layout
     *_, outputs, inputs = row.shape(shape)
     if row.is_expert:
         rows = batch.tokens * shape.num_experts_per_tok
         weights = row.numel(shape) / layout.ep
-        nbytes, each = (weights + rows * (inputs + outputs)) * batch.width, rows * layout.ep / shape.n_routed_experts
-        return Work("experts", 2 * rows * inputs * outputs, nbytes, in_fp8=batch.experts_fp8, rows=each)
+        nbytes = (weights + rows * (inputs + outputs)) * batch.width
+        rows_per_expert = rows * layout.ep / shape.n_routed_experts
+        return Work("experts", 2 * rows * inputs * outputs, nbytes, in_fp8=batch.experts_fp8, rows=rows_per_expert)
     is_split = row.tensor_dim is not None
     tp = layout.tp if is_split else 1
-    tokens, weights = batch.tokens * tp, inputs * outputs / tp
+    tokens = batch.tokens * tp
+    weights = inputs * outputs / tp
     inner, outer = (inputs, outputs / tp) if row.tensor_dim == 0 else (inputs / tp, outputs)
     nbytes = (weights + tokens * (inner + outer)) * batch.width
     return Work("products", 2 * tokens * weights, nbytes, in_fp8=batch.linear_fp8 and row.fp8_family is not None)
 
 
 def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
-    """The product with A or B of an adapter, whose ranks have all tokens of a tensor-parallel group; with the sum of
-    results beside it. A magnitude scales that: read and written once more."""
-    shape, tp = batch.shape, batch.layout.tp
+    """Describe the product with A or B of an adapter, whose ranks have all tokens of a tensor-parallel group, and the
+    addition to the base's results. A magnitude scales these results: they are read and written once more."""
+    shape = batch.shape
+    tp = batch.layout.tp
     rows = batch.tokens * (shape.num_experts_per_tok if row.is_expert else tp)
     share = tp if row.tensor_dim is not None else 1
     outputs = row.shape(shape)[-1 if row.group == "magnitude" else -2]
@@ -182,18 +192,20 @@ def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
 
 
 def _attention(batch: MicroBatch) -> Work:
-    """Scores and weighted values of one layer."""
-    sizes, tokens = dimensions(with_key_copies(batch.shape, batch.layout.tp)), batch.tokens
-    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3  # of forward and backward
-    parts = 2 * batch.layout.cp if batch.layout.cp > 1 else 1  # of a row; a rank of context parallelism has two
+    """Describe the scores and weighted values of one layer."""
+    sizes = dimensions(with_key_copies(batch.shape, batch.layout.tp))
+    tokens = batch.tokens
+    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3  # forward only
+    parts = 2 * batch.layout.cp if batch.layout.cp > 1 else 1  # parts of a row; a context-parallel rank has two
     run = min(batch.seq_len / parts, batch.document_tokens or batch.seq_len)
     return Work("attention", flops, 2 * tokens * (sizes["H"] + sizes["K"]) * batch.width, rows=run)
 
 
 def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
-    """The kernels of a layer besides products and attention."""
-    shape, sizes = batch.shape, dimensions(with_key_copies(batch.shape, batch.layout.tp))
-    of_form = form(batch.param_dtype, is_compiled=batch.is_compiled)
+    """Describe the kernels of a layer other than products and attention."""
+    shape = batch.shape
+    sizes = dimensions(with_key_copies(batch.shape, batch.layout.tp))
+    form_index = form(batch.param_dtype, is_compiled=batch.is_compiled)
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]
     elements: dict[str, float] = {"hidden": shape.hidden_size, "heads": heads, "head_norms": heads * shape.use_qk_norm}
@@ -201,19 +213,22 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
         elements["inner"] = sizes["I"]
     else:
         elements |= {
-            "routed_hidden": shape.hidden_size, "inner": sizes["S"], "rows": chosen * shape.hidden_size,
-            "expert_inner": chosen * sizes["F"], "scores": shape.n_routed_experts,
-        }  # fmt: skip
-    if part == "mtp":  # three more norms beside the two of the block
+            "routed_hidden": shape.hidden_size,
+            "inner": sizes["S"],
+            "rows": chosen * shape.hidden_size,
+            "expert_inner": chosen * sizes["F"],
+            "scores": shape.n_routed_experts,
+        }
+    if part == "mtp":  # three more norms, in addition to the two of the block
         elements["hidden"] *= 2.5
-    nbytes = sum(MOVED[name][of_form][backward] * count for name, count in elements.items())
-    kernels = KERNELS["dense" if part == "dense" else "moe"][of_form][backward]
-    kernels += KERNELS["head_norms"][of_form][backward] * shape.use_qk_norm
+    nbytes = sum(MOVED[name][form_index][backward] * count for name, count in elements.items())
+    kernels = KERNELS["dense" if part == "dense" else "moe"][form_index][backward]
+    kernels += KERNELS["head_norms"][form_index][backward] * shape.use_qk_norm
     if part != "dense" and batch.layout.ep > 1:
-        # Rows are copied and summed on the way to all experts of a token at once, or at each place of the hops.
+        # Rows are copied and summed once for all experts of a token, or at each rank on the hops.
         share = (chosen + sum(batch.hops)) / (2 * chosen) if batch.hops else 1.0
         nbytes += _EXCHANGED[batch.param_dtype][backward] * elements["rows"] * share
-        kernels += KERNELS["exchange"][of_form][backward] * batch.chunks
+        kernels += KERNELS["exchange"][form_index][backward] * batch.chunks
         if batch.chunks > 1:  # results are joined; weight gradients of two chunks are added
             nbytes += 2 * shape.hidden_size * batch.width * (not backward)
             weights = sum(row.numel(shape) for row in layer_rows(shape, "moe") if row.is_expert) / batch.layout.ep
@@ -222,23 +237,27 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
 
 
 def work_beside_exchange(batch: MicroBatch, backward: bool) -> dict[str, list[Work]]:
-    """The kernels of the shared expert, and of both products of routed experts: they compute while tokens travel."""
-    shape, of_form = batch.shape, form(batch.param_dtype, is_compiled=batch.is_compiled)
+    """List the kernels of the shared expert and of both products of routed experts, which overlap with the exchange."""
+    shape = batch.shape
+    form_index = form(batch.param_dtype, is_compiled=batch.is_compiled)
     sizes = dimensions(shape)
-    inner = {"shared": MOVED["inner"][of_form][backward] * sizes["S"],
-             "down": MOVED["expert_inner"][of_form][backward] * shape.num_experts_per_tok * sizes["F"]}  # fmt: skip
-    found = {name: [Work("memory", 0.0, batch.tokens * nbytes)] for name, nbytes in inner.items()} | {"gate_up": []}
+    inner = {
+        "shared": MOVED["inner"][form_index][backward] * sizes["S"],
+        "down": MOVED["expert_inner"][form_index][backward] * shape.num_experts_per_tok * sizes["F"],
+    }
+    by_step = {name: [Work("memory", 0.0, batch.tokens * nbytes)] for name, nbytes in inner.items()} | {"gate_up": []}
     for row in layer_rows(shape, "moe"):
         if row.is_matrix and (row.is_expert or "shared_experts" in row.name):
             step = "shared" if not row.is_expert else "down" if "down" in row.name else "gate_up"
-            found[step] += [_product(row, batch)] * (1 + backward)
-    return found
+            by_step[step] += [_product(row, batch)] * (1 + backward)
+    return by_step
 
 
 def _embedding(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
-    """A row is read and written for each token; backward also fills the whole gradient with zeros."""
+    """Describe the embedding: a row is read and written for each token; backward also zeroes the full gradient."""
     [weight] = part_rows(batch.shape, "embedding")
-    held, moved = weight.numel(batch.shape) / batch.layout.tp, 2 * batch.tokens * batch.layout.tp
+    held = weight.numel(batch.shape) / batch.layout.tp
+    moved = 2 * batch.tokens * batch.layout.tp
     forward = Work("memory", 0.0, moved * batch.shape.hidden_size * batch.width, 1)
     if frozen is not None:
         return PartWork((forward,), ())
@@ -246,7 +265,8 @@ def _embedding(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
 
 
 def _head(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
-    """Logits, loss and both gradients, in chunks of tokens, all in forward; backward multiplies them by a number."""
+    """Describe the head: logits, loss and both gradients, in chunks of tokens, all in forward. Backward only scales the
+    gradients."""
     weight = next(row for row in part_rows(batch.shape, "head") if row.is_matrix)
     product = _product(weight, replace(batch, linear_fp8=False))
     tokens = batch.tokens * batch.layout.tp
@@ -256,7 +276,7 @@ def _head(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
     kernels = round(_HEAD_KERNELS_PER_CHUNK * chunks)
     if frozen is not None:
         return PartWork((product, product, Work("memory", 0.0, logits, kernels)), ())
-    # The sum of the chunks' gradients is FP32; the products add to it.
+    # The sum over the chunks' gradients is FP32; the products add to it.
     added = held * 2 * 4 * chunks
     forward = Work("memory", 0.0, logits + added, kernels)
     return PartWork((product, product, product, forward), (Work("memory", 0.0, 2 * held * batch.width, 4),))

@@ -1,4 +1,4 @@
-"""Cores, memory and GPUs of this machine, found without torch and without a CUDA context."""
+"""Detects cores, memory and GPUs of this machine, without torch and without a CUDA context."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from glm46.engine.observe.peaks import find_accelerator
 from glm46.run.layout import fixed_processes, smallest_world
 
 _PROCESSES_WITHOUT_GPU = 2
-"""Enough for sharding and collectives to happen; more would only split the same cores further."""
+"""Enough to exercise sharding and collectives; more would only split the same cores further."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Gpu:
 
     name: str
     memory_bytes: int | None
-    """None if neither the driver nor the table of peaks has it."""
+    """None if neither the driver nor the table of peaks has the size."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Machine:
     memory_bytes: int
     """Total memory that this container may use."""
     free_bytes: int
-    """Memory that it may use now, memory that the kernel can reclaim included."""
+    """Memory that the container may use now, including memory that the kernel can reclaim."""
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
-    """Number of equal machines of the run."""
+    """Number of equal machines in the run."""
 
     def describe(self) -> str:
-        """GPUs and cores as a short text."""
+        """Describe GPUs and cores in a short text."""
         names = sorted({gpu.name for gpu in self.gpus})
         gpus = [f"{sum(gpu.name == name for gpu in self.gpus)} x {name}" for name in names] or ["no GPU"]
         return ", ".join([*gpus, f"{self.cores} cores" if self.cores > 1 else "1 core"])
@@ -49,7 +49,7 @@ def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: 
 
     Args:
         visible_devices: value of CUDA_VISIBLE_DEVICES; None when it is not set.
-        nodes: machines of the run; all are assumed equal to this one.
+        nodes: number of machines in the run; all are assumed equal to this one.
         root: folder of /proc, /sys and /dev; tests pass their own.
     """
     total, free = _memory(root)
@@ -58,17 +58,17 @@ def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: 
 
 
 def processes_of_node(parallelism: ParallelismConfig, machine: Machine) -> int:
-    """Number of ranks of each node: one for each GPU, two without GPUs, as far as the degrees allow.
+    """Return the number of ranks per node: one per GPU, two without GPUs, as far as the degrees allow.
 
     Args:
-        machine: one of ``machine.nodes`` equal nodes. The degrees divide the ranks of all of them.
+        machine: one of ``machine.nodes`` equal nodes. The degrees divide the ranks of all nodes together.
     """
     if parallelism.data_parallel_shard_degree != -1:
         return max(fixed_processes(parallelism) // machine.nodes, 1)
-    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+    processes = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
     smallest = smallest_world(parallelism)
     step = smallest // math.gcd(smallest, machine.nodes)
-    return max(wanted - wanted % step, step)
+    return max(processes - processes % step, step)
 
 
 def _read(path: Path) -> str:
@@ -79,7 +79,7 @@ def _cores(root: Path) -> int:
     cores = len(os.sched_getaffinity(0))
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
-        # The share of a container in a large machine, rounded up: half a core still runs one process.
+        # A container's share of a large machine is rounded up: half a core still runs one process.
         cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
     return cores
 
@@ -89,12 +89,14 @@ def _memory(root: Path) -> tuple[int, int]:
     for line in _read(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         fields[name] = int(value.split()[0]) * 1024
-    total, free = fields["MemTotal"], fields["MemAvailable"]
+    total = fields["MemTotal"]
+    free = fields["MemAvailable"]
     for limit_file, usage_file in (
         ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
         ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        limit, usage = _read(root / limit_file), _read(root / usage_file)
+        limit = _read(root / limit_file)
+        usage = _read(root / usage_file)
         if limit.isdigit() and int(limit) < total:
             total = int(limit)
             # The usage counts cached files, which the kernel can reclaim: assume that at least half of the limit is
@@ -114,25 +116,25 @@ def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
     except pynvml.NVMLError:
         return []  # No driver: a machine without a GPU.
     try:
-        found = []
+        gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name = _query(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
             memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
             uuid = _query(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
-            found.append((uuid, _gpu(name, int(memory.total) if memory else None)))
-        return found
+            gpus.append((uuid, _gpu(name, int(memory.total) if memory else None)))
+        return gpus
     finally:
         pynvml.nvmlShutdown()
 
 
 def _gpu(name: str, memory_bytes: int | None = None) -> Gpu:
-    known = find_accelerator(name)
-    return Gpu(name, known.memory_bytes if memory_bytes is None and known else memory_bytes)
+    accelerator = find_accelerator(name)
+    return Gpu(name, accelerator.memory_bytes if memory_bytes is None and accelerator else memory_bytes)
 
 
 def _query(question: Callable, handle: object, refused: type[Exception]) -> Any:
-    """The answer of NVML, or None if a device does not support the query (memory of unified-memory boards)."""
+    """Return NVML's answer, or None if a device does not support the query (memory of unified-memory boards)."""
     try:
         return question(handle)
     except refused:
@@ -140,21 +142,21 @@ def _query(question: Callable, handle: object, refused: type[Exception]) -> Any:
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """The release of the NVIDIA driver and when it was built; none without a driver."""
+    """Return the release of the NVIDIA driver and its build date; "none" without a driver."""
     return " ".join((_read(root / "proc/driver/nvidia/version") or "none").split("\n")[0].split()[-4:])
 
 
 def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:
-    found = []
+    gpus = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         fields = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
         name = fields.get("Model", "GPU").strip()
-        found.append((fields.get("GPU UUID", "").strip(), _gpu(name)))
-    return found
+        gpus.append((fields.get("GPU UUID", "").strip(), _gpu(name)))
+    return gpus
 
 
 def _visible(gpus: list[tuple[str, Gpu]], visible_devices: str | None) -> list[Gpu]:
-    """The devices that CUDA shows: those of a list of indices or UUIDs, up to the first unknown one."""
+    """Return the devices that CUDA shows for a list of indices or UUIDs, up to the first unknown one."""
     if visible_devices is None:
         return [gpu for _, gpu in gpus]
     chosen = []
@@ -162,11 +164,11 @@ def _visible(gpus: list[tuple[str, Gpu]], visible_devices: str | None) -> list[G
         if entry.isdigit() and int(entry) < len(gpus):
             chosen.append(gpus[int(entry)][1])
         elif entry.startswith(("GPU-", "MIG-")):
-            # A MIG slice is not in the list of whole devices; it counts as one device of unknown size.
-            whole = [gpu for uuid, gpu in gpus if uuid.startswith(entry)]
-            if not whole and not entry.startswith("MIG-"):
+            # A MIG slice is not in the list of devices; it counts as one device of unknown size.
+            matches = [gpu for uuid, gpu in gpus if uuid.startswith(entry)]
+            if not matches and not entry.startswith("MIG-"):
                 break
-            chosen.append(whole[0] if whole else Gpu("MIG slice", None))
+            chosen.append(matches[0] if matches else Gpu("MIG slice", None))
         else:
             break
     return chosen

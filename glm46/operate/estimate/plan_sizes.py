@@ -1,6 +1,7 @@
-"""Sizes that follow from a plan and that only its estimate needs: of steps, exchanges, folders and whole runs."""
+"""Computes sizes from a plan that only its estimate needs: of steps, bubbles, exchanges, folders and complete runs."""
 
 from glm46.config.model import ModelShape
+from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import REPEATING
 from glm46.run.flops import training_flops
 from glm46.run.layout import Layout
@@ -10,14 +11,15 @@ from glm46.run.schedule import batch_sequences
 from glm46.run.tree import WIDTH
 
 _HF_BYTES = 2
-"""Of an element in a Hugging Face folder: BF16."""
+"""Bytes of an element in a Hugging Face folder: BF16."""
 
 
 def batches_of(plan: Plan, index: int) -> tuple[int, int]:
-    """The smallest and the largest number of sequences of a step in one of `Plan.text_stages`."""
-    batch, rows = plan.config.training.global_batch_size, plan.rows_per_micro_batch
+    """Return the smallest and the largest number of sequences of a step in one of `Plan.text_stages`."""
+    batch = plan.config.training.global_batch_size
+    rows = plan.rows_per_micro_batch
     first = plan.config.lr_scheduler.start_tokens + sum(plan.stage_tokens[:index])
-    last = max(first, first + plan.stage_tokens[index] - plan.text_stages[index].seq_len)  # of the last sample
+    last = max(first, first + plan.stage_tokens[index] - plan.text_stages[index].seq_len)  # clock of the last sample
     points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
     clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
     sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
@@ -25,36 +27,55 @@ def batches_of(plan: Plan, index: int) -> tuple[int, int]:
 
 
 def step_tokens(plan: Plan) -> int | None:
-    """Tokens of one optimizer step; None if steps differ."""
-    batch, lengths = plan.config.training.global_batch_size, {stage.seq_len for stage in plan.text_stages}
+    """Return the tokens of one optimizer step; None if steps differ."""
+    batch = plan.config.training.global_batch_size
+    lengths = {stage.seq_len for stage in plan.text_stages}
     if isinstance(batch, tuple) or len(lengths) > 1:
         return None
     return batch_sequences(batch, 0, plan.rows_per_micro_batch) * lengths.pop()
 
 
 def rows_of_hops(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
-    """Rows for each token in the exchanges of `Plan.expert_levels`: once for each host, then once for each rank."""
+    """Return the rows per token in each exchange of `Plan.expert_levels`: one per host, then one per rank."""
     if plan.expert_levels is None:
         return ()
-    hosts, of_host = plan.expert_levels
-    parts = ([hosts] if hosts > 1 else []) + ([hosts * of_host] if of_host > 1 else [])
+    hosts, host_ranks = plan.expert_levels
+    parts = ([hosts] if hosts > 1 else []) + ([hosts * host_ranks] if host_ranks > 1 else [])
     return tuple(places_of_token(shape, count) for count in parts)
 
 
 def run_flops(plan: Plan) -> float:
-    """FLOPs of the whole run."""
+    """Return the FLOPs of the complete run."""
     options = plan.document_tokens, plan.config.adapter
     per_token = (training_flops(stage.shape, stage.seq_len, *options).total for stage in plan.text_stages)
     return sum(tokens * flops for tokens, flops in zip(plan.stage_tokens, per_token, strict=True))
 
 
+def bubble(parallelism: ParallelismConfig, micro_batches: int) -> float:
+    """Return the share of a step in which the ranks of a pipeline wait for each other.
+
+    All stages are assumed equal, with a backward twice as long as forward. The result is exact for these schedules,
+    except InterleavedZeroBubble with fewer micro-batches than ranks, for which it is an upper bound.
+    """
+    ranks = parallelism.pipeline_parallel_degree
+    stages_per_rank = parallelism.stages_per_rank
+    missing = max(ranks - micro_batches, 0) * (stages_per_rank - 1)
+    # Idle time of a rank, in units of one stage's forward.
+    idle = {
+        "InterleavedZeroBubble": ranks - 1 + 3 * missing,
+        "ZBVZeroBubble": max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches),
+        "DualPipeV": 2 * (ranks - 1),
+    }.get(parallelism.pipeline_parallel_schedule, 3 * (ranks - 1 + missing))
+    return idle / (3 * micro_batches * stages_per_rank + idle) if ranks > 1 else 0.0
+
+
 def experts_have_own_mesh(layout: Layout) -> bool:
-    """True if FSDP shards experts over other ranks than the rest, as units of their own."""
+    """True if FSDP shards experts over other ranks than the other parameters, in separate units."""
     return layout.ep > 1 or layout.tp > 1
 
 
 def describe_layout(layout: Layout) -> str:
-    """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
+    """Format the degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
     degrees = {
         "pipeline": layout.pp,
         "replicate": layout.dp_replicate,
@@ -68,7 +89,7 @@ def describe_layout(layout: Layout) -> str:
 
 
 def tree_rounds(ranks: int) -> int:
-    """The most messages that follow each other in the tree of `run/tree.py`, to rank 0 and back."""
+    """Return the number of sequential messages in the tree of `run/tree.py`, to rank 0 and back."""
     levels = 0
     while WIDTH**levels < ranks:
         levels += 1
@@ -76,8 +97,9 @@ def tree_rounds(ranks: int) -> int:
 
 
 def hugging_face_bytes(plan: Plan) -> float:
-    """Bytes of a folder of the weights, without a critic's; under [adapter] of the adapters alone."""
-    shape, adapter = plan.shape, plan.config.adapter
+    """Return the bytes of a folder with the weights, without a critic's; with [adapter], with the adapters only."""
+    shape = plan.shape
+    adapter = plan.config.adapter
     rows = named_rows(shape, plan.config.head) if adapter is None else adapter_rows(shape, adapter)
     weights = sum(row.numel(shape) for row in rows.values() if row.optimizer is not None)
     if plan.config.model.flavor in REPEATING and adapter is None:

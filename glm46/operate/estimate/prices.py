@@ -1,4 +1,4 @@
-"""Prices of one GPU for one hour, in dollars: a table to edit. They change by a third in half a year."""
+"""Prices per GPU hour, in dollars: a table to edit. Prices change by a third in half a year."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ PRICES_DATE = "May 2026"
 
 
 class GpuPrice(NamedTuple):
-    """Of one GPU for one hour; 0: none is known."""
+    """Price of one GPU for one hour; 0 if unknown."""
 
     on_demand: float
     reserved: float
-    """For a year."""
+    """Price with a commitment of one year."""
     spot: float
-    """It can be taken away within minutes."""
+    """Price of a GPU that can be withdrawn within minutes."""
 
 
 KINDS = ("on-demand", "reserved", "spot")
 PRICES = {
-    # On demand the middle of specialised providers' prices (mercatus-ai.com, cloud GPU pricing, May 2026); reserved
-    # SemiAnalysis' index for a year (March 2026); spot vast.ai (gridstackhub.ai, 2026).
+    # On demand: the middle of specialised providers' prices (mercatus-ai.com, cloud GPU pricing, May 2026). Reserved:
+    # the one-year index of SemiAnalysis (March 2026). Spot: vast.ai (gridstackhub.ai, 2026).
     "H100": GpuPrice(3.00, 2.35, 1.49),
     "H200": GpuPrice(4.00, 0.0, 0.0),
     "A100": GpuPrice(1.30, 0.0, 0.0),
@@ -30,14 +30,14 @@ PRICES = {
 
 
 def price_of(gpu: Accelerator, kind: str) -> float:
-    """The price of one of `KINDS`.
+    """Return the price of a GPU, of one of `KINDS`.
 
     Raises:
-        ValueError: the table lacks it; says what it has.
+        ValueError: the table lacks this price; the message lists the available ones.
     """
     prices = dict(zip(KINDS, PRICES.get(gpu.name, GpuPrice(0.0, 0.0, 0.0)), strict=True))
     if not prices[kind]:
-        known = [name for name, price in prices.items() if price]
-        has = f"has {' and '.join(known)} of {gpu.name}" if known else f"knows none of {gpu.name}"
+        available = [name for name, price in prices.items() if price]
+        has = f"has {' and '.join(available)} of {gpu.name}" if available else f"knows none of {gpu.name}"
         raise ValueError(f"{kind}: the table of prices of {PRICES_DATE} {has}; give a number of dollars")
     return prices[kind]

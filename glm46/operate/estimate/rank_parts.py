@@ -1,6 +1,6 @@
-"""Parts of the model on each pipeline rank, and of its parameters under FSDP2: facts that memory and traffic share.
+"""Describes the part of the model on each pipeline rank and its parameters under FSDP2, for memory and traffic.
 
-A rank here is the first one of its stage: under uneven shards FSDP2, like torch's chunks, gives the first ranks most.
+A rank here is the first one of its stage: with uneven shards FSDP2, like `torch.chunk`, gives the first ranks most.
 """
 
 from collections import Counter
@@ -30,53 +30,54 @@ class BlockRun(NamedTuple):
 
     block: Block
     frozen: Frozen | None
-    """With its adapters; None: its own weights are trained."""
+    """The layer with its adapters; None if its own weights are trained."""
     has_backward: bool
     mode: str
-    """Of activation checkpointing."""
+    """Mode of activation checkpointing."""
     is_first: bool
-    """Its input has no gradient, for it is the first layer with adapters."""
+    """True if its input has no gradient, because it is the first layer with adapters."""
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """A pipeline stage, or the whole model."""
+    """A pipeline stage, or the complete model."""
 
     index: int
     blocks: tuple[Block, ...]
-    """In the order of forward."""
+    """Blocks in the order of forward."""
     has_embedding: bool
     has_head: bool
     first_layer: int
     """Number of the first decoder layer."""
     frozen: tuple[Frozen, ...] | None = None
-    """Each block with its adapters, under [adapter]; all other parameters are frozen then."""
+    """Each block with its adapters, with [adapter]; all other parameters are frozen then."""
     unsharded: frozenset[tuple[bool, bool]] = frozenset()
     """See `unsharded_kinds`."""
 
     @property
     def backward_from(self) -> int:
-        """The first block that has a backward: a gradient comes in where adapters are, or from a stage before."""
+        """Index of the first block with a backward: the first with adapters; 0 if a previous stage needs a gradient."""
         if self.frozen is None or self.index:
             return 0
         return next((index for index, frozen in enumerate(self.frozen) if frozen.adapters), len(self.blocks))
 
     def runs(self, checkpointing: ActivationCheckpointConfig) -> Iterator[BlockRun]:
-        """The blocks as a step runs them."""
-        first, is_adapted = self.backward_from, self.frozen is not None and not self.index
+        """Yield the blocks as a step runs them."""
+        first = self.backward_from
+        is_adapted = self.frozen is not None and not self.index
         for index, (block, frozen) in enumerate(zip(self.blocks, self.frozen or repeat(None), strict=False)):
             mode = checkpointing.mode_of(index)
             yield BlockRun(block, frozen, index >= first, mode, is_adapted and index == first)
 
     @property
     def prefixes(self) -> list[str]:
-        """The prefix of the names of the parameters of each block."""
+        """Prefix of the parameter names of each block."""
         layers = len(self.blocks) - self.blocks.count("mtp")
         names = [f"layers.{self.first_layer + index}." for index in range(layers)]
         return names + [f"mtp.{index}." for index in range(len(self.blocks) - layers)]
 
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
-        """The parameters and buffers of each block, and its adapters; one list for all equal blocks."""
+        """Return the parameters, buffers and adapters of each block; equal blocks share one list."""
         kinds = list(zip(self.blocks, self.frozen or (Frozen(),) * len(self.blocks), strict=True))
         rows = {
             kind: [*self._of_run(layer_rows(shape, kind[0]), shape), *kind[1].adapters] for kind in dict.fromkeys(kinds)
@@ -84,12 +85,12 @@ class StagePart:
         return [rows[kind] for kind in kinds]
 
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
-        """Those outside of blocks: of the embedding, and of norm and head."""
+        """Return the parameters outside of blocks: embedding, last norm and head."""
         names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
         return self._of_run(part_rows(shape, *names), shape)
 
     def rows(self, shape: ModelShape) -> list[Parameter]:
-        """All parameters and buffers of the stage."""
+        """Return all parameters and buffers of the stage."""
         return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
 
     def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
@@ -100,28 +101,40 @@ class StagePart:
 
 
 def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
-    """The stages of each pipeline rank, ascending; without a pipeline one rank with the whole model. `split_layers`
-    balances them for rows of [training] seq_len."""
-    parallelism, shape, adapter = plan.config.parallelism, plan.shape, plan.config.adapter
+    """Return the stages of each pipeline rank in ascending order; without a pipeline, one rank with the complete model.
+    `split_layers` balances stages for rows of [training] seq_len."""
+    parallelism = plan.config.parallelism
+    shape = plan.shape
+    adapter = plan.config.adapter
     kinds: list[Block] = ["dense" if i < shape.first_k_dense_replace else "moe" for i in range(shape.num_hidden_layers)]
     is_whole = parallelism.pipeline_parallel_degree == 1
     split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, plan.config.training.seq_len)
     stages = [
         StagePart(
-            index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
-            None if adapter is None else tuple(
+            index,
+            tuple(kinds[layers.start : layers.stop]),
+            not index,
+            layers.stop == len(kinds),
+            layers.start,
+            None
+            if adapter is None
+            else tuple(
                 Frozen(tuple(adapter_layer(shape, adapter, layer)), adapter.base_dtype, plan.config.compile.enable)
                 for layer in layers
             ),
             unsharded_kinds(plan),
         )
         for index, layers in enumerate(split)
-    ]  # fmt: skip
+    ]
     prediction: Block = "mtp"
     blocks = (*stages[-1].blocks, *[prediction] * shape.num_nextn_predict_layers)
     stages[-1] = replace(stages[-1], blocks=blocks, has_head=True)
     ranks = range(parallelism.pipeline_parallel_degree)
-    return [stages] if is_whole else [[stages[each] for each in stages_of_rank(parallelism, rank)] for rank in ranks]
+    return (
+        [stages]
+        if is_whole
+        else [[stages[stage_index] for stage_index in stages_of_rank(parallelism, rank)] for rank in ranks]
+    )
 
 
 @dataclass(frozen=True)
@@ -130,9 +143,9 @@ class FsdpUnit:
 
     rows: tuple[Parameter, ...]
     prefix: str
-    """What the names of its parameters begin with; empty for the root."""
+    """Prefix of its parameters' names; empty for the root unit."""
     has_own_mesh: bool = False
-    """True for experts whose shards are not those of other parameters."""
+    """True for experts that are sharded over other ranks than the other parameters."""
 
 
 class HeldRows(NamedTuple):
@@ -141,16 +154,16 @@ class HeldRows(NamedTuple):
     row: Parameter
     number: int
     sizes: tuple[int, ...]
-    """`held_shape` of each."""
+    """`held_shape` of one of them."""
 
     @property
     def elements(self) -> int:
-        """Of all of them."""
+        """Number of elements of all of them together."""
         return self.number * prod(self.sizes)
 
 
 def held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
-    """The parameters and buffers of a pipeline rank, equal ones together."""
+    """Return the parameters and buffers of a pipeline rank, equal ones grouped."""
     return _held_rows(alike(parts), shape, mesh_of_stage(layout))
 
 
@@ -161,30 +174,32 @@ def _held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) ->
 
 
 def alike(parts: Sequence[StagePart]) -> tuple[StagePart, ...]:
-    """Stages as if they were the first ones: equal for all pipeline ranks with as many layers of each kind."""
+    """Renumber stages as if they were the first ones, so that pipeline ranks with equal layers compare equal."""
     firsts = accumulate((len(part.blocks) for part in parts), initial=0)
     return tuple(replace(part, index=0, first_layer=first) for part, first in zip(parts, firsts, strict=False))
 
 
 def mesh_of_stage(layout: Layout) -> Layout:
-    """The degrees that decide what a rank holds of its stage: equal for all layouts that hold the same."""
+    """Reduce a layout to the degrees that decide what a rank holds of its stage, so that equivalent layouts are
+    equal."""
     return Layout(1, 1, layout.dense_shards, 1, layout.tp, layout.ep)
 
 
 def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
-    """The units of a stage that `compute/parallelize/fsdp.py` makes, in the order of forward, the root last. Those of
-    equal blocks have one tuple of rows."""
-    units, of_kinds = [], {}
+    """Return the FSDP units of a stage, as `compute/parallelize/fsdp.py` makes them: in the order of forward, the root
+    last. Units of equal blocks share one tuple of rows."""
+    units = []
+    unit_rows = {}
 
     def sharded(rows: Sequence[Parameter]) -> list[Parameter]:
         return [row for row in rows if row.optimizer and (row.is_expert, row.is_trained) not in part.unsharded]
 
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
-        if id(block) not in of_kinds:
+        if id(block) not in unit_rows:
             rows = sharded(block)
             experts = tuple(row for row in rows if row.is_expert) if experts_have_own_mesh(layout) else ()
-            of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
-        others, experts = of_kinds[id(block)]
+            unit_rows[id(block)] = tuple(row for row in rows if row not in experts), experts
+        others, experts = unit_rows[id(block)]
         units.append(FsdpUnit(others, prefix))
         units += [FsdpUnit(experts, prefix, True)] if experts else []
     root = sharded(part.root_rows(shape))
@@ -192,7 +207,7 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
-    """Shape of a tensor on the first rank of its tensor or expert group: what FSDP2 shards."""
+    """Return the shape of a tensor on the first rank of its tensor or expert group, before FSDP2 shards it."""
     sizes = list(row.shape(shape))
     if row.is_expert:
         sizes[0] //= layout.ep
@@ -202,13 +217,13 @@ def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int,
 
 
 def sharded_dim(row: Parameter, shape: ModelShape, layout: Layout) -> int:
-    """The dimension that FSDP2 shards, as `expert_placement` chooses it: whole experts, or a part of each."""
+    """Return the dimension that FSDP2 shards, as `expert_placement` chooses it: complete experts, or a part of each."""
     local = local_shape(row, shape, layout)
     return 1 if row.is_expert and len(local) == 3 and local[0] % layout.expert_shards else 0
 
 
 def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
-    """Shape of what the first rank holds of a tensor between steps: FSDP2's largest shard. Buffers are not sharded."""
+    """Return the shape that the first rank holds between steps: FSDP2's largest shard. Buffers are not sharded."""
     sizes = list(local_shape(row, shape, layout))
     if row.optimizer is not None:
         shards = layout.expert_shards if row.is_expert else layout.dense_shards
@@ -218,68 +233,84 @@ def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, 
 
 
 class StepFacts:
-    """The numbers that memory and traffic of a step in one stage of text follow from."""
+    """Sizes from which memory and traffic of a step in one stage of text are computed."""
 
     def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None = None):
-        """``micro_batches``: of the step; None: of the largest one of the stage."""
-        stage, training = plan.text_stages[stage_index], plan.config.training
-        self.plan, self.config, self.layout = plan, plan.config, plan.layout
-        self.shape, self.length, self.rows = stage.shape, stage.seq_len, training.local_batch_size
+        """``micro_batches``: micro-batches of the step; None for the largest step of the stage."""
+        stage = plan.text_stages[stage_index]
+        training = plan.config.training
+        self.plan = plan
+        self.config = plan.config
+        self.layout = plan.layout
+        self.shape = stage.shape
+        self.length = stage.seq_len
+        self.rows = training.local_batch_size
         self.micro_batches = micro_batches or batches_of(plan, stage_index)[1] // plan.rows_per_micro_batch
         types = training.mixed_precision_param, training.dtype, training.mixed_precision_reduce
-        self.width, self.master, self.reduce = (WIDTHS[each] for each in types)
-        # Without a cast FSDP2 gathers the masters as they are.
+        self.width, self.master, self.reduce = (WIDTHS[dtype] for dtype in types)
+        # Without mixed precision FSDP2 gathers the master weights as they are.
         self.gathered = self.width if training.mixed_precision_param != "float32" else self.master
         self.tokens = self.rows * self.length // (self.layout.cp * self.layout.tp)
-        """Of a micro-batch, of one rank of a tensor-parallel group."""
+        """Tokens of a micro-batch on one rank of a tensor-parallel group."""
 
     def held(self, parts: Sequence[StagePart]) -> tuple[HeldRows, ...]:
-        """`held_rows` of this model."""
+        """Return `held_rows` of this model."""
         return held_rows(parts, self.shape, self.layout)
 
     def units(self, part: StagePart) -> list[FsdpUnit]:
-        """`fsdp_units` of a stage."""
+        """Return `fsdp_units` of a stage."""
         return fsdp_units(part, self.shape, self.layout)
 
     def elements(self, row: Parameter, *, is_shard: bool = False) -> int:
-        """Elements of `local_shape`, or of a shard's `held_shape`."""
+        """Return the number of elements of `local_shape`, or of a shard's `held_shape`."""
         return prod((held_shape if is_shard else local_shape)(row, self.shape, self.layout))
 
 
 def in_flight(
     parallelism: ParallelismConfig, rank: int, micro_batches: int, weights: Mapping[int, float], *, whole_backward: bool
 ) -> tuple[dict[int, int], int]:
-    """For each stage of a pipeline rank, the micro-batches whose activations it holds, when the rank holds most: those
-    whose forward has run and whose backward, of the weights too, has not. And how many of them wait for the gradients
-    of weights alone, under InterleavedZeroBubble.
+    """Count the micro-batches whose activations a pipeline rank holds at its peak, for each of its stages: those whose
+    forward has run, and whose backward, including weight gradients, has not. The second result is the number of them
+    that wait only for weight gradients, with InterleavedZeroBubble.
 
-    Their number is that of the orders of torch's schedules, and they weigh at most 5 % more than ever in them: a test.
-    Source: Narayanan et al. (arXiv 2104.04473); Qi et al. (arXiv 2401.10241).
+    The counts follow the orders of torch's schedules; a test checks that they weigh at most 5 % more than the true
+    peak. Source: Narayanan et al. (arXiv 2104.04473); Qi et al. (arXiv 2401.10241).
 
     Args:
-        weights: by stage, what a micro-batch takes.
-        whole_backward: of schedules that split it, the first half does all of it, as with recomputation.
+        weights: by stage, the size of one micro-batch's activations.
+        whole_backward: True if the first half of a split backward does all of it, as with recomputation.
     """
-    ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
+    ranks = parallelism.pipeline_parallel_degree
+    stages_per_rank = parallelism.stages_per_rank
     if ranks == 1:
         return dict.fromkeys(weights, 1), 0
-    stages, name = stages_of_rank(parallelism, rank), parallelism.pipeline_parallel_schedule
+    stages = stages_of_rank(parallelism, rank)
+    name = parallelism.pipeline_parallel_schedule
     ahead = ranks - rank - 1  # ranks after this one
-    # The most of all stages together, and of each.
+    # Maximum over all stages together (`total`), and for each stage.
     match name:
         case "GPipe":
-            total, most = micro_batches, [micro_batches]
+            total = micro_batches
+            max_counts = [micro_batches]
         case "1F1B":
-            total, most = ahead + 1, [ahead + 1]
+            total = ahead + 1
+            max_counts = [ahead + 1]
         case "ZBVZeroBubble" | "DualPipeV":
-            total, most = 2 * ranks + (name == "DualPipeV"), [ranks + ahead + 1, rank + 1]
+            total = 2 * ranks + (name == "DualPipeV")
+            max_counts = [ranks + ahead + 1, rank + 1]
         case _:
-            # Stages run in turns of so many micro-batches; a rank begins with backward after some turns.
+            # Stages alternate every `turn` micro-batches; a rank starts with backward after some turns.
             turn = micro_batches // max(micro_batches // ranks, 1)
-            total = (each - 1) * turn + (2 * ahead + 1 if name == "Interleaved1F1B" else ranks - whole_backward * rank)
-            last = max(min(total, each * turn) - (each - 1) * turn, 0)
-            most = [2 * turn, *[max(turn, total - 2 * turn)] * (each - 2), last] if each > 1 else [total]
+            total = (stages_per_rank - 1) * turn + (
+                2 * ahead + 1 if name == "Interleaved1F1B" else ranks - whole_backward * rank
+            )
+            last = max(min(total, stages_per_rank * turn) - (stages_per_rank - 1) * turn, 0)
+            max_counts = (
+                [2 * turn, *[max(turn, total - 2 * turn)] * (stages_per_rank - 2), last]
+                if stages_per_rank > 1
+                else [total]
+            )
     counts = dict.fromkeys(stages, 0)
-    for stage, count in sorted(zip(stages, most, strict=True), key=lambda pair: -weights[pair[0]]):
+    for stage, count in sorted(zip(stages, max_counts, strict=True), key=lambda pair: -weights[pair[0]]):
         counts[stage] = min(count, micro_batches, total - sum(counts.values()))
     return counts, rank if name == "InterleavedZeroBubble" and not whole_backward else 0

@@ -1,10 +1,9 @@
-"""The plan of a run as text and as numbers: parameters, FLOPs, memory, time and cost."""
+"""Formats the plan of a run as text and as numbers: parameters, FLOPs, memory, time and cost."""
 
 from dataclasses import asdict, dataclass
 
 from glm46.config.faults import counted
 from glm46.operate.estimate.generation import EngineOptions, Rollouts, plan_rollouts, rollout_lines, rollout_numbers
-from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.operate.estimate.plan_sizes import hugging_face_bytes, run_flops, step_tokens
@@ -20,7 +19,6 @@ from glm46.operate.estimate.run_cost import (
     run_cost,
     sensitivity,
 )
-from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, plan_line, run_time
 from glm46.run.checkpoint_size import checkpoint_size
@@ -30,7 +28,7 @@ from glm46.run.parameters import adapter_rows, count_parameters, describe_base
 from glm46.run.plan import Plan, describe_exchange
 
 _PLENTY = 2**60
-"""Cores and bytes of host memory of a cluster that is not here: not compared."""
+"""Cores and bytes of host memory of a cluster other than this machine: so large that they never limit."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +38,34 @@ class RunPlan:
     plan: Plan
     cluster: TargetCluster
     memory: list[MemoryPlan]
-    """Of the rank that needs most, by stage of text."""
+    """Memory of the rank that needs most, by stage of text."""
     verdict: Verdict
     cost: RunCost
-    """Also of a run that does not fit."""
+    """Cost of the run, even if it does not fit."""
     sensitivity: dict[str, tuple[float, float]]
     """See `sensitivity`."""
     rollouts: Rollouts | None
-    """Of a run with [rl] that fits."""
+    """Rollouts of a run with [rl]; None if it does not fit."""
 
 
-def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf, engines: EngineOptions | None = None) -> RunPlan:
-    """Plan a run on a cluster; arguments of `step_time` and `plan_rollouts`."""
+def plan_run(plan: Plan, cluster: TargetCluster, engines: EngineOptions | None = None) -> RunPlan:
+    """Plan a run on a cluster; ``engines`` as in `plan_rollouts`."""
     gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
     verdict = judge(plan, Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,), nodes=cluster.gpus))
-    cost, has_rollouts = run_cost(plan, cluster, order_of), verdict.fits and plan.config.rl is not None
+    cost = run_cost(plan, cluster)
+    has_rollouts = verdict.fits and plan.config.rl is not None
     rollouts = plan_rollouts(plan, cost, engines or EngineOptions()) if has_rollouts else None
     return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, sensitivity(plan, cost), rollouts)
 
 
-def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
-    """The plan on one screen.
+def plan_text(run: RunPlan, local: tuple[Machine, Verdict] | None = None) -> str:
+    """Format the plan on one screen.
 
     Args:
-        here: another machine to compare the run with.
+        local: another machine to compare the run with, and its verdict.
     """
-    plan, layout = run.plan, run.plan.layout
+    plan = run.plan
+    layout = run.plan.layout
     longest = max(plan.text_stages, key=lambda stage: stage.seq_len)
     degrees = f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, "
     degrees += f"tp {layout.tp}, ep {layout.ep}"
@@ -78,8 +78,8 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
         "run": _run_lines(plan, run.cluster),
         f"does it fit on {run.cluster.gpus:,} x {run.cluster.gpu.name}": run.verdict.lines,
     }
-    if here is not None:
-        machine, verdict = here
+    if local is not None:
+        machine, verdict = local
         sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
     sections |= _time_sections(run, run.cost)
     if run.rollouts is not None:
@@ -88,8 +88,10 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
 
 
 def plan_numbers(run: RunPlan) -> dict:
-    """The plan as a JSON object: bytes, seconds, FLOPs, dollars."""
-    plan, cost, size = run.plan, run.cost, checkpoint_size(run.plan)
+    """Return the plan as a JSON object: bytes, seconds, FLOPs, dollars."""
+    plan = run.plan
+    cost = run.cost
+    size = checkpoint_size(run.plan)
     numbers = {
         "flavor": plan.config.model.flavor,
         "layout": asdict(plan.layout),
@@ -105,9 +107,8 @@ def plan_numbers(run: RunPlan) -> dict:
         "checkpoint": asdict(size) | {"seconds": run.cluster.writing_seconds(size.total)},
         "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
     }
-    longest, (low, high, widest) = cost.stages.index(cost.longest), cost.spread
+    low, high, widest = cost.spread
     numbers |= {
-        "limits": limits(plan, longest, cost.longest.largest, run.cluster),
         "efficiencies": run.cluster.efficiencies.numbers(),
         "steps": cost.steps,
         "days": cost.days,
@@ -134,7 +135,8 @@ def plan_numbers(run: RunPlan) -> dict:
 
 
 def _parameter_lines(plan: Plan) -> list[str]:
-    count, adapter = count_parameters(plan.shape), plan.config.adapter
+    count = count_parameters(plan.shape)
+    adapter = plan.config.adapter
     trained = 0 if adapter is None else sum(row.numel(plan.shape) for row in adapter_rows(plan.shape, adapter).values())
     base_dtype = None if adapter is None else adapter.base_dtype
     return [
@@ -147,7 +149,8 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 
 def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
-    flops, remark = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter), ""
+    flops = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
+    remark = ""
     if plan.document_tokens is not None:
         remark = f"(documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"
     elif plan.config.data.document_mask:
@@ -180,19 +183,24 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
 
 
 def _time_sections(run: RunPlan, cost: RunCost) -> dict[str, list[str]]:
-    """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
-    plan, cluster, days, seconds = run.plan, run.cluster, run.sensitivity, cost.days * SECONDS_PER_DAY
-    index, step, (low, high, widest) = cost.stages.index(cost.longest), cost.longest.largest, cost.spread
+    """Return time and cost of the run, and the parts of a step in the stage of text that takes longest, by title."""
+    plan = run.plan
+    cluster = run.cluster
+    days = run.sensitivity
+    seconds = cost.days * SECONDS_PER_DAY
+    step = cost.longest.largest
+    low, high, widest = cost.spread
     network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
     title = f"time of a step, predicted for {network} (efficiencies: {cluster.efficiencies.source})"
     if cluster.exchange == "deepep":
         title += "; tokens travel as in published training stacks, not as in this run"
     if plan.config.rl is not None:
         title += "; without generation, of samples that fill training.seq_len: shorter ones are packed"
-    title += f", stage {index + 1}" if len(cost.stages) > 1 else ""
+    title += f", stage {cost.stages.index(cost.longest) + 1}" if len(cost.stages) > 1 else ""
     title += "" if run.verdict.fits else "; it does not fit, as said above"
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
-    energy, money = "", list[str]()
+    energy = ""
+    money = list[str]()
     if (dollars := cost.dollars) is not None:
         money = [plan_line("cost", f"${dollars:,.{0 if dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
     if (hours := cost.megawatt_hours) is not None:
@@ -209,7 +217,6 @@ def _time_sections(run: RunPlan, cost: RunCost) -> dict[str, list[str]]:
                 if part >= 0.002 * step.seconds
             ),
             plan_line("step", duration(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
-            *limits(plan, index, step, cluster),
         ],
         "whole run": [
             plan_line(
@@ -227,14 +234,14 @@ def _time_sections(run: RunPlan, cost: RunCost) -> dict[str, list[str]]:
 
 
 def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
-    found = effective_time(plan, cost)
-    if found is None:
+    times = effective_time(plan, cost)
+    if times is None:
         return []
-    every = f"a checkpoint every {run_time(found.interval_seconds)}, a failure every {run_time(found.failure_seconds)}"
-    lines = [plan_line("effective time", f"{found.ratio:.1%}", f"({every})")]
-    if found.days is not None:
-        needed = f"({found.gpu_hours:,.0f} GPU-hours{'' if found.dollars is None else f', ${found.dollars:,.0f}'})"
-        lines.append(plan_line("with failures and checkpoints", run_time(found.days * SECONDS_PER_DAY), needed))
+    rates = f"a checkpoint every {run_time(times.interval_seconds)}, a failure every {run_time(times.failure_seconds)}"
+    lines = [plan_line("effective time", f"{times.ratio:.1%}", f"({rates})")]
+    if times.days is not None:
+        needed = f"({times.gpu_hours:,.0f} GPU-hours{'' if times.dollars is None else f', ${times.dollars:,.0f}'})"
+        lines.append(plan_line("with failures and checkpoints", run_time(times.days * SECONDS_PER_DAY), needed))
     stalls = f"a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s"
-    best = plan_line("best checkpoint.interval", f"{found.best_steps:,}", f"({found.best_ratio:.1%}; {stalls})")
+    best = plan_line("best checkpoint.interval", f"{times.best_steps:,}", f"({times.best_ratio:.1%}; {stalls})")
     return [*lines, best]

@@ -1,4 +1,4 @@
-"""Needs of a run next to what this machine has, on one screen, before any work starts; and its stages of text."""
+"""Compares the needs of a run with this machine on one screen, before any work starts; lists its stages of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of, find_accelerator
 from glm46.operate.estimate.machine import Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
-from glm46.operate.estimate.plan_sizes import batches_of, describe_layout
-from glm46.operate.estimate.timeline import bubble
+from glm46.operate.estimate.plan_sizes import batches_of, bubble, describe_layout
 from glm46.operate.estimate.units import aligned, binary_size, token_count
 from glm46.run.curriculum import describe_attention
 from glm46.run.flops import training_flops
@@ -22,17 +21,17 @@ from glm46.run.plan import Plan, resolve_plan
 
 _GIB = 2**30
 USABLE_CPU_RATIO = 0.95
-"""Part of the free memory that a run may fill; the system needs the rest, or it kills processes."""
+"""Share of the free memory that a run may fill; with less left the system kills processes."""
 _USABLE_GPU_RATIO = 0.92
-"""Part of the memory of a GPU that tensors can fill; the rest is lost to fragmentation of the allocator."""
+"""Share of a GPU's memory that tensors can fill; the rest is lost to fragmentation of the allocator."""
 _REFERENCE_GPU = "H100"
 _EXPERTS_CAPABILITIES = {"rowwise": (9, 10), "mxfp8": (10,)}
-"""Major compute capabilities that torchao's kernels of each `experts_recipe_name` are made for."""
+"""Major compute capabilities that torchao's kernels support, by `experts_recipe_name`."""
 _MOST_DOUBLINGS = 14
 SPLIT_BACKWARD_TORCH = (2, 13)
-"""The oldest release on which schedules that split backward were seen to work."""
+"""Oldest release on which schedules with a split backward were tested to work."""
 INTEGERS_TORCH = (2, 13)
-"""The oldest release whose FSDP2 was seen to hold parameters of integers, which weights in FP8 are."""
+"""Oldest release whose FSDP2 was tested with integer parameters, as weights in FP8 are."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Verdict:
     """Needed and available memory, if the run fits."""
     plan: Plan
     memory: MemoryPlan
-    """Of the largest stage."""
+    """Memory of the largest stage."""
     stages: list[str]
     """See `stage_table`."""
 
@@ -54,17 +53,17 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """Lines that say whether it fits, and by how much."""
+        """Sentences that state whether the run fits, and by how much."""
         return [f"no: {fault}" for fault in self.faults] or [f"yes: {self.margin}"]
 
 
 def describe_requirement(
     config: RunConfig, machine: Machine, *, world_size: int | None = None, remedies: Sequence[str] = ()
 ) -> tuple[bool, str]:
-    """True if the run fits on this machine, and one screen with the reasons.
+    """Return whether the run fits on this machine, and one screen with the reasons.
 
     Args:
-        world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
+        world_size: processes over all nodes. None: one per GPU; without GPUs the minimum that the degrees allow.
         remedies: further advice for a run that does not fit.
     """
     verdict = judge_config(config, machine, world_size)
@@ -79,9 +78,10 @@ def describe_requirement(
 
 
 def judge_config(config: RunConfig, machine: Machine, world_size: int | None) -> Verdict:
-    """`judge` with this many processes. Absent: one per GPU as far as the degrees allow, and at least the fewest that
-    they allow."""
-    needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
+    """Call `judge` with this many processes. None: one per GPU as far as the degrees allow, and at least the minimum
+    that they need."""
+    needed = smallest_world(config.parallelism)
+    gpus = len(machine.gpus) * machine.nodes
     if gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(config.parallelism)
     ranks = world_size or needed
@@ -90,18 +90,23 @@ def judge_config(config: RunConfig, machine: Machine, world_size: int | None) ->
 
 
 def usable_bytes(gpu_bytes: int) -> float:
-    """Bytes of a GPU that a run may fill."""
+    """Return the bytes of a GPU's memory that a run may fill."""
     return gpu_bytes * _USABLE_GPU_RATIO
 
 
 def judge(plan: Plan, machine: Machine) -> Verdict:
-    """Compare a run with a machine: number of GPUs, memory, and what they and torch can compute."""
-    config, needed = plan.config, plan.layout.world_size
+    """Compare a run with a machine: number of GPUs, memory, and what GPUs and torch can compute."""
+    config = plan.config
+    needed = plan.layout.world_size
     gpus = len(machine.gpus) * machine.nodes
-    faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
-    device, capacity = "gpu" if machine.gpus else "cpu", None
-    of_stages, text = stage_memory(plan, device=device), step_text(plan)
-    memory = largest_stage(of_stages)
+    faults = []
+    margin = "the memory of its GPUs is not known"
+    host_processes = -(-needed // machine.nodes)
+    device = "gpu" if machine.gpus else "cpu"
+    capacity = None
+    stage_plans = stage_memory(plan, device=device)
+    text = step_text(plan)
+    memory = largest_stage(stage_plans)
     if gpus and needed > gpus:
         faults.append(f"it needs {counted(needed, 'GPU')} (the product of its degrees); found: {gpus:,}")
     if machine.gpus:
@@ -110,37 +115,46 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
             capacity = usable_bytes(min(sizes))
             fits, margin = compare_memory("each GPU needs", memory.total, capacity, min(sizes))
             faults += [] if fits else [margin]
-        has_weights = config.training.parameter_offload or (config.rl is not None and config.rl.reference_offload)
-        what = "weights, optimizer states" if has_weights else "optimizer states"
+        what = "weights, optimizer states" if config.training.parameter_offload else "optimizer states"
         what = f"activations, {what}" if memory.host_activations else what
-        who, held = f"{what} and text of {counted(here, 'process')} need", memory.host + memory.host_activations + text
-        fits, host = compare_memory(who, held * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes)
+        who = f"{what} and text of {counted(host_processes, 'process')} need"
+        held = memory.host + memory.host_activations + text
+        fits, host = compare_memory(
+            who, held * host_processes, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
+        )
         faults += [] if fits else [f"{host} of the host"]
     else:
         usable = machine.free_bytes * USABLE_CPU_RATIO
-        capacity, who = usable / here, f"{here:,} processes need" if here > 1 else "one process needs"
-        fits, margin = compare_memory(who, memory.total * here, usable, machine.free_bytes)
+        capacity = usable / host_processes
+        who = f"{host_processes:,} processes need" if host_processes > 1 else "one process needs"
+        fits, margin = compare_memory(who, memory.total * host_processes, usable, machine.free_bytes)
         faults += [] if fits else [margin]
         if not fits and needed > 1:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
         kernel = config.model.attention_kernel
-        of_gpus = [f'model.attention_kernel = "{kernel}"'] if kernel != "default" else []
-        of_gpus += ["parallelism.enable_async_tensor_parallel = true"] * config.parallelism.enable_async_tensor_parallel
-        faults += [f"{key} needs a GPU; found: none; remove it" for key in of_gpus]
+        gpu_keys = [f'model.attention_kernel = "{kernel}"'] if kernel != "default" else []
+        gpu_keys += [
+            "parallelism.enable_async_tensor_parallel = true"
+        ] * config.parallelism.enable_async_tensor_parallel
+        faults += [f"{key} needs a GPU; found: none; remove it" for key in gpu_keys]
     faults += [*fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
-    return Verdict(faults, margin, plan, memory, stage_table(plan, of_stages, capacity))
+    return Verdict(faults, margin, plan, memory, stage_table(plan, stage_plans, capacity))
 
 
 def _torch_faults(config: RunConfig, torch: str) -> list[str]:
-    """Faults of what this release of torch cannot run: 2.11 frees nodes that the second half of backward needs, and
-    its FSDP2 takes no parameters of integers."""
-    release, needs = tuple(int(part) for part in torch.split(".")[:2]), []
+    """Return faults for features that this release of torch lacks: 2.11 frees autograd nodes that the second half of a
+    split backward needs, and its FSDP2 does not support integer parameters."""
+    release = tuple(int(part) for part in torch.split(".")[:2])
+    needs = []
     if config.adapter is not None and config.adapter.base_dtype is not None:
         what = f'adapter.base_dtype = "{config.adapter.base_dtype}" needs'
         needs.append((what, INTEGERS_TORCH, "remove adapter.base_dtype"))
-    layout, name = config.parallelism, config.parallelism.pipeline_parallel_schedule
+    layout = config.parallelism
+    name = config.parallelism.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward:
-        others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
+        others = ", ".join(
+            f'"{other}"' for other, schedule in PIPELINE_SCHEDULES.items() if not schedule.splits_backward
+        )
         what = f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs'
         needs.append((what, SPLIT_BACKWARD_TORCH, f"take one of {others}"))
     return [
@@ -151,21 +165,25 @@ def _torch_faults(config: RunConfig, torch: str) -> list[str]:
 
 
 def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:
-    """Faults of what this machine cannot compute in FP8; an unknown GPU is not judged."""
+    """Return faults for FP8 features that this machine cannot compute; an unknown GPU is not judged."""
     if float8.recipe_name is None or float8.emulate:
         return []
     remedy = "set float8.emulate = true to see its losses here, at no gain in speed"
     needs = f'float8.recipe_name = "{float8.recipe_name}" needs a GPU with FP8 products (L40S, H100 and newer)'
     if not machine.gpus:
         return [f"{needs}; found: none; {remedy}"]
-    found = [(gpu.name, known.compute_capability) for gpu in machine.gpus if (known := find_accelerator(gpu.name))]
+    capabilities = [
+        (gpu.name, accelerator.compute_capability)
+        for gpu in machine.gpus
+        if (accelerator := find_accelerator(gpu.name))
+    ]
     recipe = float8.experts_recipe_name
-    for name, capability in found:
+    for name, capability in capabilities:
         if capability < 8.9:
             return [f"{needs}; found: {name}, which can run BF16: remove the key, or {remedy}"]
         if recipe and int(capability) not in _EXPERTS_CAPABILITIES[recipe]:
             fitting = "H100, H200, B200, B300" if recipe == "rowwise" else "B200, B300"
-            others = [each for each, runs_on in _EXPERTS_CAPABILITIES.items() if int(capability) in runs_on]
+            others = [other for other, runs_on in _EXPERTS_CAPABILITIES.items() if int(capability) in runs_on]
             take = f'take "{others[0]}", which it can run' if others else ""
             instead = take or "remove the key: it has none of these products"
             needs = f'float8.experts_recipe_name = "{recipe}" needs a GPU with its grouped products ({fitting})'
@@ -174,17 +192,17 @@ def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:
 
 
 def compare_memory(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
-    """True if memory suffices, and a text with both numbers and their difference.
+    """Return whether memory suffices, and a text with both numbers and their difference.
 
     Args:
-        who: needs the memory, with its verb.
+        who: what needs the memory, with its verb.
         needed: bytes.
-        usable: bytes that can be filled, of those that are free.
+        usable: bytes that can be filled, out of the free ones.
     """
     fits = needed <= usable
     by_how_much = f"{binary_size(usable - needed)} to spare" if fits else f"{binary_size(needed - usable)} too much"
-    of_free = f"{binary_size(usable)} of {binary_size(free)} can be filled"
-    return fits, f"{who} {binary_size(needed)}, and {of_free}: {by_how_much}"
+    free_text = f"{binary_size(usable)} of {binary_size(free)} can be filled"
+    return fits, f"{who} {binary_size(needed)}, and {free_text}: {by_how_much}"
 
 
 def _needs(machine: Machine, verdict: Verdict) -> list[str]:
@@ -203,25 +221,31 @@ def _needs(machine: Machine, verdict: Verdict) -> list[str]:
 
 
 def memory_parts(plan: MemoryPlan) -> dict[str, float]:
-    """Bytes of each part of a memory plan, by the name that users see."""
+    """Return the bytes of each part of a memory plan, by the name that users see."""
     parts = {
-        "weights": plan.weights, "gradients": plan.gradients, "optimizer states": plan.optimizer,
-        "gathered weights": plan.gathered, "activations": plan.activations, "gathered keys": plan.gathered_keys,
-        "attention backward": plan.attention, "loss and logits": plan.loss,
-        "program and text": plan.process + plan.text, "other networks": plan.networks,
+        "weights": plan.weights,
+        "gradients": plan.gradients,
+        "optimizer states": plan.optimizer,
+        "gathered weights": plan.gathered,
+        "activations": plan.activations,
+        "gathered keys": plan.gathered_keys,
+        "attention backward": plan.attention,
+        "loss and logits": plan.loss,
+        "program and text": plan.process + plan.text,
+        "other networks": plan.networks,
         "sample generation": plan.generation,
-    }  # fmt: skip
+    }
     seldom = "attention backward", "other networks", "sample generation"
     return {name: size for name, size in parts.items() if size or name not in seldom}
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """One aligned line per part of a memory plan."""
+    """Format one aligned line per part of a memory plan."""
     parts = memory_parts(plan)
     lines = [f"{name:<18} {binary_size(size, plan.total):>12}" for name, size in parts.items()]
     lines.append(f"{'total':<18} {binary_size(plan.total):>12}")
-    beside = {"and of the host": plan.host + plan.host_activations, "and on disk": plan.disk}
-    return lines + [f"{name:<18} {binary_size(size):>12}" for name, size in beside.items() if size >= 0.1 * _GIB]
+    outside = {"and of the host": plan.host + plan.host_activations, "and on disk": plan.disk}
+    return lines + [f"{name:<18} {binary_size(size):>12}" for name, size in outside.items() if size >= 0.1 * _GIB]
 
 
 def _found(machine: Machine) -> list[str]:
@@ -236,11 +260,14 @@ def _found(machine: Machine) -> list[str]:
 
 
 def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
-    """Advice: the least number of GPUs whose memory is enough, found by doubling an open shard degree."""
-    capacity, name = accelerator_of(_REFERENCE_GPU).memory_bytes, _REFERENCE_GPU
+    """Advise the smallest number of GPUs whose memory suffices, found by doubling an open shard degree."""
+    capacity = accelerator_of(_REFERENCE_GPU).memory_bytes
+    name = _REFERENCE_GPU
     if machine.gpus and machine.gpus[0].memory_bytes is not None:
-        capacity, name = machine.gpus[0].memory_bytes, machine.gpus[0].name
-    world, is_open = smallest_world(config.parallelism), config.parallelism.data_parallel_shard_degree == -1
+        capacity = machine.gpus[0].memory_bytes
+        name = machine.gpus[0].name
+    world = smallest_world(config.parallelism)
+    is_open = config.parallelism.data_parallel_shard_degree == -1
     sizes = [world * 2**power for power in range(_MOST_DOUBLINGS if is_open else 1)]
     smaller = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode="full")})
     for candidate, remark in ((config, ""), (smaller, ', with activation_checkpoint.mode = "full"')):
@@ -254,32 +281,52 @@ def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
 
 
 def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = None) -> list[str]:
-    """A header, and a line for each stage that the run reaches, with the memory of the rank that needs most.
+    """Format a header, and a line for each stage that the run reaches, with the memory of the rank that needs most.
 
     Args:
         stages: `stage_memory` of the plan.
-        capacity: bytes that a rank can fill; absent: unknown.
+        capacity: bytes that a rank can fill; None if unknown.
     """
-    rows: list[tuple[str, ...]] = [(
-        "stage", "from", "tokens", "length", "window", "RoPE scaling", "sequences", "micro-batches", "bubble",
-        "GFLOP/token", "memory", "fits",
-    )]  # fmt: skip
+    rows: list[tuple[str, ...]] = [
+        (
+            "stage",
+            "from",
+            "tokens",
+            "length",
+            "window",
+            "RoPE scaling",
+            "sequences",
+            "micro-batches",
+            "bubble",
+            "GFLOP/token",
+            "memory",
+            "fits",
+        )
+    ]
     clock = plan.config.lr_scheduler.start_tokens
     for index, memory in enumerate(stages):
-        stage, tokens = plan.text_stages[index], plan.stage_tokens[index]
+        stage = plan.text_stages[index]
+        tokens = plan.stage_tokens[index]
         batches = batches_of(plan, index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]
         bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
         flops = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total
         fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
-        rows.append((
-            str(index + 1), token_count(clock), token_count(tokens), f"{stage.seq_len:,}",
-            *describe_attention(stage.shape),
-            _range(*(f"{size:,}" for size in batches)), _range(*(f"{count:,}" for count in micro_batches)),
-            _range(*bubbles) if plan.layout.pp > 1 else "-",
-            f"{flops / 1e9:,.4g}",
-            binary_size(memory.total), fits,
-        ))  # fmt: skip
+        rows.append(
+            (
+                str(index + 1),
+                token_count(clock),
+                token_count(tokens),
+                f"{stage.seq_len:,}",
+                *describe_attention(stage.shape),
+                _range(*(f"{size:,}" for size in batches)),
+                _range(*(f"{count:,}" for count in micro_batches)),
+                _range(*bubbles) if plan.layout.pp > 1 else "-",
+                f"{flops / 1e9:,.4g}",
+                binary_size(memory.total),
+                fits,
+            )
+        )
         clock += tokens
     lines = aligned(rows)
     if len(rows) <= len(plan.text_stages):
@@ -287,5 +334,5 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
     return lines
 
 
-def _range(least: str, most: str) -> str:
-    return least if least == most else f"{least} to {most}"
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"

@@ -1,4 +1,4 @@
-"""The split of a model over the GPUs of an inference server."""
+"""Splits a model over the GPUs of an inference server."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,15 @@ from glm46.run.layout import Layout, generation_layout
 
 
 class ServerSplit(NamedTuple):
-    """The GPUs of one server, and those of them that share heads."""
+    """The GPUs of one server, and how many of them share heads."""
 
     gpus: int
     tensor: int
-    """GPUs that share the heads of attention; all of them if no experts are spread."""
+    """GPUs that share the heads of attention; all of them if experts are not spread."""
 
     @property
     def replicas(self) -> int:
-        """Of attention, whose GPUs share the experts."""
+        """Replicas of attention, whose GPUs share the experts."""
         return self.gpus // self.tensor
 
     @property
@@ -25,8 +25,8 @@ class ServerSplit(NamedTuple):
 
 
 def split_model(shape: ModelShape, gpus: int, host_gpus: int) -> ServerSplit | None:
-    """The split of a model over GPUs of which each host has `host_gpus`: heads over as many of a host as they divide
-    by, experts over all. None: there is none."""
+    """Split a model over GPUs, `host_gpus` on each host: heads over the largest number of GPUs of a host that divides
+    them, experts over all GPUs. None if there is no such split."""
     if shape.n_routed_experts % gpus or gpus > host_gpus and gpus % host_gpus:
         return None
     heads = shape.num_attention_heads if shape.is_latent else shape.num_key_value_heads
@@ -35,5 +35,5 @@ def split_model(shape: ModelShape, gpus: int, host_gpus: int) -> ServerSplit | N
 
 
 def leaves_room(weights: float, room: float) -> bool:
-    """True if half of a GPU's room stays for keys and values: with less a server waits for its longest samples."""
+    """True if half of a GPU's room remains for keys and values: with less, a server waits for its longest samples."""
     return 2 * weights <= room

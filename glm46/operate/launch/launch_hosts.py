@@ -1,262 +1,225 @@
-"""``launch --hostfile``: the launchers of all hosts, again on others after a host was lost, or with fewer replicas."""
+"""``launch --hostfile``: the command ``launch`` on each host of a file, through ssh, and again after a failure.
+
+The launchers of the hosts meet as if a job system had started them. When one launcher ends, all end.
+"""
 
 import argparse
+import os
+import shlex
+import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 from glm46.compute.distributed.environment import set_variables, variables_that_begin
 from glm46.config.check import check_config
-from glm46.config.command_line import replace_overrides
 from glm46.config.errors import UserError
-from glm46.config.faults import counted
-from glm46.config.run_config import RunConfig
+from glm46.engine.observe.start_times import VARIABLE as START_TIMES
 from glm46.engine.observe.start_times import StartTimes
-from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, code_before_training
-from glm46.operate.launch.host_group import PASSED_VARIABLES, module_command, places
-from glm46.operate.launch.hostfile import Host, read_hostfile
-from glm46.operate.launch.hosts import HostNodes, describe_nodes
-from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
-from glm46.operate.launch.restarts import StorageLost, keep_running, known_step, write_state
-from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
-from glm46.run.plan import resolve_plan
-
-_ADVICE = (
-    "the same command goes on from the newest checkpoint when the hostfile names enough hosts. Hosts beyond --nodes "
-    "are spares; with fault_tolerance.min_replicas a run goes on with fewer replicas"
+from glm46.engine.reliability.stop import (
+    EXIT_HANG,
+    EXIT_STOPPED,
+    REPEAT_SECONDS,
+    SIGNALS,
+    SignalListener,
+    code_before_training,
 )
+from glm46.operate.launch.hostfile import Host, read_hostfile, refuse_hosts
+from glm46.operate.launch.nodes import VARIABLES
+from glm46.operate.launch.one_node import load_run
+from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE
+from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, hung_hosts, keep_running, known_step
+from glm46.operate.launch.ssh_hosts import (
+    NOT_CONNECTED,
+    PASSED_VARIABLES,
+    HostEnd,
+    HostProcesses,
+    client_words,
+    in_this_folder,
+    module_words,
+    places,
+    reach_command,
+    run_on_hosts,
+    stoppable,
+)
+from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, SAVE_SECONDS, End
 
-Load = Callable[[argparse.Namespace, Sequence[str], int | None], RunConfig]
+_PROBE_SECONDS = 20.0
+"""Time for the answer of each host before a start."""
+_FOLLOW_SECONDS = 30.0
+"""Time for the other hosts to end by themselves after one has failed; after a signal, in addition to the save."""
+_POLL_SECONDS = 0.5
+_KILL_SECONDS = 10.0
+"""Time for the clients to end after their launchers and ranks were sent SIGKILL."""
 
 
-def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: Load) -> int:
-    """Start this command on hosts of the hostfile. What can be refused without them is refused first.
-
-    Args:
-        arguments: of the verb ``launch``.
-        load: reads the config, with overrides and for a number of processes.
+def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Train on all hosts of a hostfile. Faults that show without the hosts are raised before any host is reached.
 
     Returns:
-        0, or the exit code of the node that failed first in the last start.
+        0, or the exit code of the host that failed first in the last start.
 
     Raises:
-        UserError: hostfile or config have faults, or hosts cannot train it.
+        UserError: hostfile or config have faults, or hosts cannot be reached.
     """
     hosts = read_hostfile(arguments.hostfile)
     refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
-    count = arguments.nodes or len(hosts)
-    if count > len(hosts):
-        raise UserError(
-            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; add hosts, or "
-            "state at most that number"
-        )
-    nproc = hosts[0].slots or arguments.nproc
-    config = load(arguments, overrides, None)
-    if nproc is not None and check_config(config, world_size=nproc * count):
-        load(arguments, overrides, nproc * count)  # raises the faults, with their origin
-    starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
-    starts.nodes.newest_step = known_step()
-    starts.write_state()  # hosts that an earlier call has lost are forgotten, a checkpoint is not
+    processes = hosts[0].slots or arguments.nproc
+    config = load_run(arguments, overrides, None)
+    if processes is not None and check_config(config, world_size=processes * len(hosts)):
+        load_run(arguments, overrides, processes * len(hosts))  # raises the faults, with their origin
+    if faults := unreachable(hosts):
+        raise UserError(*faults.values())
+    saved = SavedSteps(config, known_step())
+    options = ["--config", str(arguments.config), "--nproc", str(processes or "auto")]
+    options += ["--hostfile", str(arguments.hostfile), "--max-restarts", str(arguments.max_restarts)]
+    lost = list[str]()
+
+    def start(number: int, times: StartTimes) -> End:
+        saved.wait(LONGEST_ABSENCE, lambda line: print(line, flush=True))
+        faults = unreachable(hosts) if number > 0 else {}
+        if faults:
+            print(*(f"error: {fault}" for fault in faults.values()), sep="\n", file=sys.stderr, flush=True)
+            lost[:] = list(faults)  # their names
+            return End(EXIT_FAILED_RANK, is_final=True)
+        place_options = ["--from-hostfile", str(number), "--known-step", str(saved.newest())]
+        run = HostRun(hosts, ["launch", *options, *overrides, *place_options], times)
+        end = run.wait()
+        lost[:] = run.lost
+        return end
+
+    end = End(EXIT_FAILED_RANK)
     try:
-        return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
+        with saved.watched():
+            end = keep_running(start, saved.newest, arguments.max_restarts)
+        return end.code
     finally:
-        starts.nodes.close()
+        is_hang = end.code == EXIT_HANG
+        saved.tell_job(hung_hosts(Path(config.job.dump_folder)) if is_hang and not lost else lost)
 
 
-@dataclass
-class Places:
-    """The hosts that train, in the order of their nodes, and the spare ones, in the order in which they are used."""
-
-    training: list[Host]
-    spares: list[Host]
-
-    def remove(self, lost: Collection[Host]) -> None:
-        """Remove hosts for good. A spare takes the place of each, so that the others keep theirs, as long as there is
-        one."""
-        self.spares = [host for host in self.spares if host not in lost]
-        for host in [host for host in self.training if host in lost]:
-            place = self.training.index(host)
-            self.training[place : place + 1] = [self.spares.pop(0)] if self.spares else []
-
-    def exchange(self, suspects: Sequence[Host]) -> list[Host]:
-        """Exchange hosts that may have caused a failure with spares, as far as there are some. They become the last
-        spares. Returns the hosts that were exchanged."""
-        exchanged = [host for host in suspects if host in self.training][: len(self.spares)]
-        for host in exchanged:
-            self.training[self.training.index(host)] = self.spares.pop(0)
-            self.spares.append(host)
-        return exchanged
-
-    def keep(self, count: int) -> None:
-        """Train on the first hosts only; the others become the first spares."""
-        self.spares = self.training[count:] + self.spares
-        self.training = self.training[:count]
+def unreachable(hosts: Sequence[Host]) -> dict[str, str]:
+    """Find hosts that ssh does not reach, or that lack this folder or this Python; returns their names and faults."""
+    command = in_this_folder(f"test -x {shlex.quote(sys.executable)}")
+    answers = run_on_hosts(hosts, [command] * len(hosts), _PROBE_SECONDS, at_once=len(hosts))
+    faults = {}
+    for host, answer in zip(hosts, answers, strict=True):
+        if answer.code in (None, NOT_CONNECTED):
+            remedy = f"`{reach_command(host)}` must succeed"
+            faults[host.name] = f"{host.name}: cannot be reached: {answer.reason()}; {remedy}"
+        elif answer.code != 0:
+            needed = f"the folder {Path.cwd()}, this checkout and {sys.executable}"
+            remedy = f"{needed} must be at the same places on all nodes"
+            faults[host.name] = f"{host.name}: the launcher cannot run there: {answer.reason()}; {remedy}"
+    return faults
 
 
-class _Starts:
-    """One start of all nodes after another, each on the hosts that are left."""
-
-    def __init__(
-        self, arguments: argparse.Namespace, overrides: Sequence[str], load: Load, places: Places, processes: int | None
-    ):
-        self._arguments, self._overrides, self._load, self._places = arguments, overrides, load, places
-        self._processes = processes
-        """Of each node; None until the first nodes have answered, if they choose the number."""
-        self._full = self._count = len(places.training)
-        self._replicas: dict[str, str] = {}
-        self._code, self._lost = EXIT_FAILED_RANK, list[str]()
-        self._failed: tuple[Host, int] | None = None
-        """The host that failed first in the start before, and the newest checkpoint then."""
-        self.nodes = HostNodes(arguments.connect, restarts=arguments.max_restarts > 0)
-
-    def start(self, number: int, times: StartTimes) -> End:
-        """Start all nodes for the n-th time, counted from 0, and wait for their end."""
-        while True:
-            if len(self._places.training) < self._count and not self._use_fewer_replicas():
-                cause = f"hosts left: {len(self._places.training)} of {self._count}"
-                print(f"error: {cause}, and no spare; {_ADVICE}", file=sys.stderr)
-                return End(self._code, cause, is_final=True)
-            unfit, why = self._connect(number)
-            if not unfit:
-                break
-            self._remove(unfit, why)
-        training = list(self._places.training)
-        self._code = self.nodes.run(times)
-        self.write_state()
-        if self.nodes.signal_number is not None and self._code in (EXIT_FAILED_RANK, EXIT_HANG):
-            return End(code_before_training(self.nodes.signal_number))
-        if self._code in (EXIT_FAILED_RANK, EXIT_HANG) and self._arguments.max_restarts:
-            self._sort_out(training)
-        is_final = self.nodes.signal_number is not None or self._code == EXIT_STOPPED and self.nodes.is_final
-        cause = f"a node ended with exit code {self._code}"
-        return End(self._code, cause, is_final, self.nodes.failed_at)
-
-    def _connect(self, number: int) -> tuple[list[Host], str]:
-        """Connect to the hosts that are to train.
-
-        Returns:
-            The hosts that cannot train, and why; none if all can.
-
-        Raises:
-            UserError: hosts cannot train, and others would not help.
-        """
-        training = self._places.training
-        overrides = replace_overrides(self._overrides, self._replicas) if self._replicas else self._overrides
-        options = ["--config", str(self._arguments.config), "--nproc", str(self._processes or "auto")]
-        options += ["--hostfile", str(self._arguments.hostfile), "--max-restarts", str(self._arguments.max_restarts)]
-        variables = variables_that_begin(*PASSED_VARIABLES)
-        command = module_command(variables, ["launch", *options, *self._overrides, "--from-hostfile"])
-        order = {"number": number, "overrides": overrides, "newest_step": self.nodes.newest_step}
-        orders = [{**order, "variables": place} for place in places(training, variables)]
-        self.nodes.connect(training, self._places.spares, command, orders)
-        faults = self.nodes.faults(is_restart=number > 0)
-        if not faults:
-            self._processes = self._processes or self.nodes.processes()
-            return [], ""
-        texts = [f"{describe_nodes(nodes)}: {fault}" for fault, nodes in faults.items()]
-        # At the first start a fault that a launcher has found is one of the config or the installation.
-        found = {node for nodes in faults.values() for node in nodes}
-        is_replaceable = number > 0 or bool(self._places.spares) and not any(node.answer for node in found)
-        if not is_replaceable or len(found) == len(training):
-            raise (StorageLost if all(node.answer.get("is_stopped") for node in found) else UserError)(*texts)
-        return [node.host for node in found], "; ".join(texts)
-
-    def _sort_out(self, training: Sequence[Host]) -> None:
-        """Replace the hosts that were lost, and those that may have caused the failure, after a start on `training`.
-
-        A rank that ends with an error may do so by chance, or because of another rank. A host that fails first in two
-        starts in a row, without a checkpoint between them, is exchanged: the third start, the last one without a
-        checkpoint, runs without it. After a fault of the program the exchange changes nothing.
-        """
-        if lost := self.nodes.lost_hosts():
-            self._remove(lost, "no answer")
-        hung = [training[rank // cast(int, self._processes)] for rank in self.nodes.hung_ranks]
-        suspects: list[Host] = [*self.nodes.disconnected_hosts(), *hung]
-        first = self.nodes.first_failed_host()
-        failed = (first, self.nodes.newest_step) if first is not None and not lost and not suspects else None
-        if first is not None and failed is not None and failed == self._failed:
-            suspects, failed = [first], None
-        self._failed = failed
-        for host in self._places.exchange([host for host in dict.fromkeys(suspects) if host not in lost]):
-            print(f"{host.name} changes its place with a spare host", file=sys.stderr, flush=True)
-
-    def _remove(self, hosts: Sequence[Host], why: str) -> None:
-        """Train on these hosts no more."""
-        before = len(self._places.spares)
-        self._places.remove(hosts)
-        names = " ".join(host.name for host in hosts)
-        replaced = counted(before - len(self._places.spares), "spare host")
-        print(f"without {names} from now on, {replaced} in place: {why}", file=sys.stderr, flush=True)
-        self._lost += [host.name for host in hosts]
-        self.write_state()
-
-    def write_state(self) -> None:
-        """Tell a job script the newest checkpoint and the hosts that are lost."""
-        with suppress(OSError):  # storage that is read only
-            write_state(state_file(self._arguments.hostfile), self.nodes.newest_step, self._lost)
-
-    def _use_fewer_replicas(self) -> bool:
-        """Choose fewer replicas of the model, as the config allows; False if too few hosts are left."""
-        if (of_node := self._processes) is None:
-            return False
-        config = self._load(self._arguments, self._overrides, None)
-
-        def accepts(values: dict[str, str], processes: int) -> bool:
-            if processes % of_node:
-                return False
-            try:
-                self._load(self._arguments, replace_overrides(self._overrides, values), processes)
-            except UserError:
-                return False
-            return True
-
-        left = len(self._places.training) * of_node
-        found = fewer_replicas(config, self._full * of_node, left, accepts)
-        if found is None:
-            return False
-        self._replicas, processes = found
-        self._count = processes // of_node
-        self._places.keep(self._count)
-        replicas = self._replicas["parallelism.data_parallel_replicate_degree"]
-        names = " ".join(host.name for host in self._places.training)
-        print(f"goes on with {counted(int(replicas), 'replica')} of the model, on {names}", file=sys.stderr, flush=True)
-        return True
-
-
-def state_file(hostfile: Path) -> Path:
-    """The file that tells a job script what the last start has left, as variables of a shell."""
-    return hostfile.with_name(f"{hostfile.name}.state")
-
-
-def fewer_replicas(
-    config: RunConfig, world_size: int, most: int, accepts: Callable[[dict[str, str], int], bool]
-) -> tuple[dict[str, str], int] | None:
-    """The most replicas of the model that fit on fewer processes, at least ``fault_tolerance.min_replicas``.
-
-    The batch of a step stays that of all replicas, so that the same samples come in the same order.
+class HostRun:
+    """One start of a command on all hosts.
 
     Args:
-        world_size: processes of the whole run, with all replicas.
-        most: processes that are left.
-        accepts: whether values of keys are without faults for a number of processes.
+        arguments: words after ``python -m glm46``.
+        times: times of this start, which the ranks report.
 
-    Returns:
-        The keys to override with their values, and the processes; None if too few are left.
+    Attributes:
+        lost: names of hosts whose connection was lost.
     """
-    replicas = config.parallelism.data_parallel_replicate_degree
-    for count, processes in _sizes(replicas, config.fault_tolerance.min_replicas, world_size):
-        # The nodes need not know the least number, which would have no effect on one replica.
-        values = {"parallelism.data_parallel_replicate_degree": str(count), "fault_tolerance.min_replicas": "0"}
-        if config.training.global_batch_size is None:
-            values["training.global_batch_size"] = str(resolve_plan(config, world_size).rows_per_micro_batch)
-        if processes <= most and accepts(values, processes):
-            return values, processes
-    return None
 
+    def __init__(self, hosts: Sequence[Host], arguments: Sequence[str], times: StartTimes):
+        self.lost = list[str]()
+        self._hosts = hosts
+        variables = variables_that_begin(*PASSED_VARIABLES)
+        commands = []
+        for host, place in zip(hosts, places(hosts, variables), strict=True):
+            command = module_words({**variables, **place, START_TIMES: times.to_text()}, arguments)
+            commands.append((host.name, client_words(host, stoppable(command, SAVE_SECONDS))))
+        self._signal_number: int | None = None
+        self._signalled_at = 0.0
+        self._failed_at: float | None = None
+        self._deadline = float("inf")
+        self._is_killed = False
+        self._is_cut_off = False
+        self._has_started = False
+        self._listener = SignalListener(self._on_signal, (*SIGNALS, signal.SIGQUIT))
+        try:
+            self._processes = HostProcesses(commands, SAVE_SECONDS)
+        except BaseException:
+            self._listener.restore()
+            raise
+        self._has_started = True
+        if self._signal_number is not None:  # it came while the clients started
+            self._processes.send(self._signal_number)
 
-def _sizes(replicas: int, least: int, world_size: int) -> Iterator[tuple[int, int]]:
-    for count in range(replicas - 1, max(least, 1) - 1, -1) if least else ():
-        yield count, world_size * count // replicas
+    def wait(self) -> End:
+        """Wait until the command has ended on all hosts, and return the end of the start."""
+        codes = list[int]()
+        try:
+            with closing(self._processes):
+                while len(codes) < len(self._hosts):
+                    end = self._next_end()
+                    if end is not None:
+                        codes.append(self._code_of(end, is_first=not codes))
+                    elif time.monotonic() >= self._deadline:
+                        self._take_measure()
+        finally:
+            self._listener.restore()
+        failed = [code for code in codes if code not in (0, EXIT_STOPPED)]
+        code = failed[0] if failed else max(codes)
+        if self._is_cut_off:
+            return End(EXIT_BROKEN_PIPE, is_final=True)
+        if self._signal_number is not None:
+            is_lost_by_signal = code in (EXIT_FAILED_RANK, EXIT_HANG)
+            return End(code_before_training(self._signal_number) if is_lost_by_signal else code, is_final=True)
+        return End(code, f"a node ended with exit code {code}", failed_at=self._failed_at)
+
+    def _next_end(self) -> HostEnd | None:
+        try:
+            return self._processes.next_end(time.monotonic() + _POLL_SECONDS)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            self._is_cut_off = True
+            self._deadline = min(self._deadline, time.monotonic() + _FOLLOW_SECONDS + SAVE_SECONDS)
+            self._processes.send(signal.SIGTERM)
+            return None
+
+    def _code_of(self, end: HostEnd, *, is_first: bool) -> int:
+        """Return the exit code of a host. The first host that ends decides how long the others may run."""
+        is_lost = end.code < 0 or end.code == NOT_CONNECTED
+        name = self._hosts[end.place].name
+        if is_lost and not self._is_killed:
+            self.lost.append(name)
+        if is_first and self._signal_number is None and not self._is_cut_off:
+            if end.code in (0, EXIT_STOPPED):
+                self._deadline = time.monotonic() + SAVE_SECONDS
+            else:
+                reason = "the connection was lost" if is_lost else f"ended with exit code {end.code}"
+                print(f"error: {name}: {reason}; all nodes are stopped", file=sys.stderr, flush=True)
+                self._failed_at = time.time()
+                self._deadline = time.monotonic() + _FOLLOW_SECONDS
+                self._processes.send(signal.SIGTERM)
+        is_killed_there = end.code > 128 and self._signal_number is None
+        return EXIT_FAILED_RANK if is_lost or is_killed_there else end.code
+
+    def _take_measure(self) -> None:
+        """Kill the launchers and ranks of the hosts that have not ended; at the second call, their clients."""
+        if self._is_killed:
+            self._processes.disconnect()
+            self._deadline = float("inf")
+            return
+        self._is_killed = True
+        self._processes.send(signal.SIGKILL)
+        self._deadline = time.monotonic() + _KILL_SECONDS
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        is_repeated = self._signal_number is not None
+        if is_repeated and now - self._signalled_at <= REPEAT_SECONDS:
+            return
+        # The launchers distinguish a first signal from a second, and kill ranks that do not end in time.
+        self._signal_number = number
+        self._signalled_at = now
+        self._deadline = min(self._deadline, now + _FOLLOW_SECONDS + (0 if is_repeated else SAVE_SECONDS))
+        if self._has_started:
+            self._processes.send(number)

@@ -1,7 +1,7 @@
-"""The rendezvous of torchrun for ranks of one node: a store on loopback.
+"""A rendezvous for torchrun with the ranks of one node: a store on loopback.
 
 The stores of torchrun's own rendezvous listen on all addresses without a password, even for one node, and the launcher
-of its default one reads pickles from there.
+of its default rendezvous reads pickles from its store.
 """
 
 import socket
@@ -17,7 +17,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """One launcher, whose store the ranks use too."""
+    """Rendezvous of one launcher, whose store the ranks use too."""
 
     def __init__(self, parameters: RendezvousParameters):
         listener = socket.create_server((_LOOPBACK, 0))
@@ -36,5 +36,5 @@ class LocalRendezvous(StaticTCPRendezvous):
 
 
 def register() -> None:
-    """Make the name known to torchrun."""
+    """Register the rendezvous with torchrun."""
     registry.register(LOCAL_BACKEND, LocalRendezvous)

@@ -1,24 +1,40 @@
 """The nodes of a run and the rank of this one, from NNODES and NODE_RANK, or the variables of Kubeflow, SkyPilot, Slurm
-or PBS; and the faults of a hostfile, whose nodes get these variables from the command that starts them."""
+or PBS."""
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
-from glm46.operate.launch.hostfile import Host
 
 VARIABLES = (
-    "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE",
-    "KUBERNETES_SERVICE_HOST", "WORLD_SIZE", "RANK",
-    "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID",
-    "SLURM_JOB_NUM_NODES", "SLURM_NODEID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID",
-    "PBS_NODEFILE", "PBS_JOBID",
-)  # fmt: skip
+    "NNODES",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    "PET_MASTER_PORT",
+    "PET_NPROC_PER_NODE",
+    "KUBERNETES_SERVICE_HOST",
+    "WORLD_SIZE",
+    "RANK",
+    "SKYPILOT_NUM_NODES",
+    "SKYPILOT_NODE_RANK",
+    "SKYPILOT_NODE_IPS",
+    "SKYPILOT_NUM_GPUS_PER_NODE",
+    "SKYPILOT_TASK_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NODEID",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_ID",
+    "PBS_NODEFILE",
+    "PBS_JOBID",
+)
 """Environment variables that `detect_nodes` reads."""
 
 _PORT = 29500
@@ -40,20 +56,20 @@ class Nodes:
     job: str = "glm46"
     """Id of the rendezvous; separates runs that use one address."""
     processes: int | None = None
-    """Of each node, if Kubeflow or SkyPilot states them."""
+    """Number of processes of each node; None if neither Kubeflow nor SkyPilot sets it."""
 
 
 def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
-    """The nodes of this run. NNODES goes before the variables of job systems; with none of them, one node.
+    """Find the nodes of this run. NNODES precedes the variables of job systems; without any, there is one node.
 
     Args:
-        variables: those of `VARIABLES` that are set, with their values.
+        variables: the names in `VARIABLES` that are set, with their values.
 
     Raises:
         UserError: variables are missing, are not numbers, or contradict each other.
     """
     if "NNODES" in variables:
-        found = _from_names(variables, "")
+        nodes = _from_names(variables, "")
     else:
         systems = {
             "PET_NNODES": lambda: _from_names(variables, "PET_"),
@@ -66,42 +82,45 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
             del systems["SLURM_NODEID"]
         if "PET_NNODES" in variables or not {"KUBERNETES_SERVICE_HOST", "RANK", "MASTER_ADDR"} <= set(variables):
             del systems["WORLD_SIZE"]
-        nodes = {name: detect() for name, detect in systems.items() if name in variables}
-        places = {(one.count, one.rank) for one in nodes.values()}
+        candidates = {name: detect() for name, detect in systems.items() if name in variables}
+        places = {(candidate.count, candidate.rank) for candidate in candidates.values()}
         if len(places) > 1:
-            shown = ", ".join(f"{name} says node {one.rank} of {one.count}" for name, one in nodes.items())
+            shown = ", ".join(
+                f"{name} says node {candidate.rank} of {candidate.count}" for name, candidate in candidates.items()
+            )
             raise UserError(f"environment: {shown}: set NNODES, NODE_RANK and MASTER_ADDR, which go before all of them")
-        found = next(iter(nodes.values()), Nodes())
-    if found.count < 1 or not 0 <= found.rank < found.count:
+        nodes = next(iter(candidates.values()), Nodes())
+    if nodes.count < 1 or not 0 <= nodes.rank < nodes.count:
         raise UserError(
-            f"environment: node {found.rank} of {found.count}: NODE_RANK counts from 0 to NNODES - 1; set them so"
+            f"environment: node {nodes.rank} of {nodes.count}: NODE_RANK counts from 0 to NNODES - 1; set them so"
         )
-    if found.count == 1:
-        return Nodes(processes=found.processes)
-    found = replace(
-        found, host=variables.get("MASTER_ADDR", found.host), port=_number(variables, "MASTER_PORT", str(found.port))
-    )
-    if not found.host:
-        raise UserError(f"environment: {found.count} nodes without MASTER_ADDR; set it to the name of the first node")
-    if not 1 <= found.port <= LAST_PORT:
-        raise UserError(f"environment: MASTER_PORT = {found.port}: must be between 1 and {LAST_PORT}; set it so")
-    return found
+    if nodes.count == 1:
+        return Nodes(processes=nodes.processes)
+    host = variables.get("MASTER_ADDR", nodes.host)
+    port = _number(variables, "MASTER_PORT", str(nodes.port))
+    nodes = replace(nodes, host=host, port=port)
+    if not nodes.host:
+        raise UserError(f"environment: {nodes.count} nodes without MASTER_ADDR; set it to the name of the first node")
+    if not 1 <= nodes.port <= LAST_PORT:
+        raise UserError(f"environment: MASTER_PORT = {nodes.port}: must be between 1 and {LAST_PORT}; set it so")
+    return nodes
 
 
 def _from_names(variables: Mapping[str, str], prefix: str) -> Nodes:
-    """Torchrun's names; Kubeflow's trainer sets them with a prefix."""
+    """Read the variables of torchrun; Kubeflow's trainer sets them with a prefix."""
     count = _number(variables, f"{prefix}NNODES")
     # Elastic jobs of Kubeflow set no rank: each pod would be the first.
     rank = _number(variables, f"{prefix}NODE_RANK", None if prefix and count > 1 else "0")
-    host, port = variables.get(f"{prefix}MASTER_ADDR", ""), _number(variables, f"{prefix}MASTER_PORT", str(_PORT))
+    host = variables.get(f"{prefix}MASTER_ADDR", "")
+    port = _number(variables, f"{prefix}MASTER_PORT", str(_PORT))
     # Other values than numbers, such as auto, leave the choice to `launch`.
-    stated = variables.get(f"{prefix}NPROC_PER_NODE", "") if prefix else ""
-    processes = int(stated) or None if stated.isdecimal() else None
+    nproc = variables.get(f"{prefix}NPROC_PER_NODE", "") if prefix else ""
+    processes = int(nproc) or None if nproc.isdecimal() else None
     return Nodes(count, rank, host, port, variables.get("SLURM_JOB_ID", "glm46"), processes)
 
 
 def _pods(variables: Mapping[str, str]) -> Nodes:
-    """The pods of a PyTorchJob of Kubeflow before 1.7, which counts them with torchrun's names for ranks."""
+    """Read the pods of a PyTorchJob of Kubeflow before 1.7, which counts them with torchrun's variables of ranks."""
     return Nodes(_number(variables, "WORLD_SIZE"), _number(variables, "RANK"), variables["MASTER_ADDR"])
 
 
@@ -120,22 +139,23 @@ def _skypilot_nodes(variables: Mapping[str, str]) -> Nodes:
 
 def _slurm_nodes(variables: Mapping[str, str]) -> Nodes:
     host = first_slurm_host(variables["SLURM_JOB_NODELIST"])
-    count, rank = _number(variables, "SLURM_JOB_NUM_NODES", "1"), _number(variables, "SLURM_NODEID")
+    count = _number(variables, "SLURM_JOB_NUM_NODES", "1")
+    rank = _number(variables, "SLURM_NODEID")
     return Nodes(count, rank, host, _PORT, variables.get("SLURM_JOB_ID", "glm46"))
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: ``gpu007`` of ``gpu[007-012,20],login1``."""
-    found = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[(\d+)[^\]]*\]([A-Za-z0-9._-]*))?(?:,.*)?", nodelist.strip())
-    if not found:
+    """Return the first host of a Slurm node list: ``gpu007`` of ``gpu[007-012,20],login1``."""
+    match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[(\d+)[^\]]*\]([A-Za-z0-9._-]*))?(?:,.*)?", nodelist.strip())
+    if not match:
         raise UserError(
             f"environment: SLURM_JOB_NODELIST = {nodelist!r}: cannot be parsed; set MASTER_ADDR, NNODES and NODE_RANK"
         )
-    return "".join(part or "" for part in found.groups())
+    return "".join(part or "" for part in match.groups())
 
 
 def pbs_hosts(file: str, remedy: str) -> list[str]:
-    """The hosts of a job of PBS, which lists a host once for each of its processes."""
+    """Read the hosts of a job of PBS, which lists a host once for each of its processes."""
     try:
         hosts = list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))
     except OSError as error:
@@ -158,53 +178,16 @@ def _pbs_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
     return Nodes(len(hosts), rank, hosts[0], _PORT, variables.get("PBS_JOBID", "glm46"))
 
 
-def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mapping[str, str], path: Path) -> None:
-    """Raise the faults of a hostfile that is right line by line.
-
-    Args:
-        processes: of each node, from the command line; None if it leaves them to the hostfile.
-        variables: environment variables that name nodes, see `VARIABLES`.
-    """
-    faults, lines = list[str](), dict[str, list[int]]()
-    for host in hosts:
-        lines.setdefault(host.name.lower(), []).append(host.line)
-    for name, places in lines.items():
-        if len(places) > 1:
-            faults.append(
-                f"{name} stands on lines {', '.join(map(str, places))}; write each host once, with slots=N for its "
-                "processes"
-            )
-    slots = {host.slots for host in hosts}
-    if processes is not None and slots != {None}:
-        slots.add(processes)
-    if len(slots) > 1:
-        shown = ", ".join("none" if number is None else str(number) for number in sorted(slots, key=lambda n: n or 0))
-        faults.append(
-            f"slots, NGPU and --nproc have the values {shown}; all nodes run the same number of processes: state one "
-            "number, or none"
-        )
-    first = variables.get("MASTER_ADDR", hosts[0].name)
-    if is_loopback(first) and not all(is_loopback(host.name) for host in hosts):
-        faults.append(
-            f"the first host, {first}, is another machine for each node; write its name in the network, or set "
-            "MASTER_ADDR to it"
-        )
-    if "NNODES" in variables or variables.get("SLURM_NODEID", "0") != "0":
-        faults.append("this command starts all nodes and is run once; unset NNODES, or start it outside srun")
-    if faults:
-        raise UserError(*(f"--hostfile {path}: {fault}" for fault in faults))
-
-
 def is_loopback(name: str) -> bool:
-    """True if a name or address means the machine itself, on each machine another one."""
+    """Return True if a name or address means the machine itself, and so a different machine on each node."""
     return name in ("localhost", "::1") or name.startswith("127.")
 
 
 def refuse_node(nodes: Nodes, processes: int | None, gpus: int) -> None:
-    """Raise the faults of this host that only a run of a hostfile has.
+    """Raise the faults of this host that only a run with a hostfile can have.
 
     Args:
-        processes: that the hostfile asks for.
+        processes: number that the hostfile requests.
     """
     faults = []
     if processes is not None and 0 < gpus < processes:

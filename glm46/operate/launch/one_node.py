@@ -1,44 +1,38 @@
-"""Train on this node: the checks before ranks start, the start, and what a person is told about both.
+"""Training on this node: the checks before ranks start, the start, and the messages about both.
 
-A job system or torchrun starts the same on each node of a run; with a hostfile the driver orders it (`take_orders`).
+A job system starts ``launch`` on each node of a run. With a hostfile, `launch_hosts` does so, once for each start.
 """
 
 import argparse
-import hashlib
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
-from glm46.compute.distributed.environment import set_variable, set_variables, visible_gpus
+from glm46.compute.distributed.environment import set_variables, share_cores, visible_gpus
 from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
 from glm46.config.command_line import Start, module_command, replace_overrides, short
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.loader import dump_config, load_config
+from glm46.config.loader import load_config
 from glm46.config.optimizer import state_folder_message
 from glm46.config.options import SCRIPT_VARIABLE
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES
 from glm46.engine.observe.start_times import StartTimes
-from glm46.engine.observe.tracker import tracker_fault
-from glm46.engine.reliability.run_lock import refuse_locked, refuse_small_disk, refuse_unwritable
+from glm46.engine.observe.tracker import wandb_fault
+from glm46.engine.reliability.run_lock import refuse_small_disk
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import Machine, detect_machine, processes_of_node
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.requirement import describe_requirement
 from glm46.operate.launch.config_options import fetched_overrides
-from glm46.operate.launch.environment import describe_version
-from glm46.operate.launch.exporting import exporting
-from glm46.operate.launch.node_client import ANSWER_SECONDS, Driver
 from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes, refuse_node
 from glm46.operate.launch.process_end import started_ranks
 from glm46.operate.launch.rendezvous import (
@@ -48,38 +42,46 @@ from glm46.operate.launch.rendezvous import (
     require_free_port,
     wait_for_first,
 )
-from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, hung_hosts, hung_ranks, keep_running, known_step
-from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, Standby, load_torchrun, run_ranks
+from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, hung_hosts, keep_running, known_step
+from glm46.operate.launch.start_checks import refuse_start
+from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, LauncherSignals, run_ranks
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 
 _LONGER = 4
-"""Factor on the budget of the longer run that is proposed at the end."""
+"""Factor on the budget of the longer run that is suggested at the end."""
 
 
-def launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
-    """Train on this node, as often as it takes; returns the exit code of the last start."""
-    saved = SavedSteps(load_run(arguments, overrides, None), known_step())
+def launch_here(arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals) -> int:
+    """Train on this node, with restarts; returns the exit code of the last start."""
+    is_started_from_hostfile = arguments.from_hostfile is not None
+    first_number = arguments.from_hostfile or 0
+    saved = SavedSteps(load_run(arguments, overrides, None), max(arguments.known_step, known_step()))
     saved.wait(LONGEST_ABSENCE, _report)
     try:
-        ready = _check(arguments, overrides, 0)
+        ready = _check(arguments, overrides, first_number)
     except _DoesNotFit as error:
         print(*error.faults, sep="\n", file=sys.stderr)
         return EXIT_USER_ERROR
     nodes = ready.nodes
 
-    def repeat(start: Callable[[int, StartTimes], End]) -> End:
-        def start_once(number: int, times: StartTimes) -> End:
-            saved.wait(LONGEST_ABSENCE, _report)
-            end = start(number, times)
-            # Another node may have got a signal that ends it: the job system starts all again.
-            return end._replace(is_final=end.is_final or nodes.count > 1 and end.code == EXIT_STOPPED)
-
-        return keep_running(start_once, saved.newest, arguments.max_restarts)
+    def start(number: int, times: StartTimes) -> End:
+        saved.wait(LONGEST_ABSENCE, _report)
+        end = _start_ranks(ready, arguments, signals, number, times)
+        # Another node may have received the signal: the job system starts all nodes again.
+        return end._replace(is_final=end.is_final or nodes.count > 1 and end.code == EXIT_STOPPED)
 
     end = End(EXIT_USER_ERROR)
     try:
-        end = _train(ready, arguments, standby, saved, repeat)
+        with saved.watched():
+            if nodes.rank == 0:
+                _prepare(ready.plan)
+            if is_started_from_hostfile:  # the command that started this launcher starts it again
+                end = start(first_number, StartTimes.inherited(set_variables([START_TIMES])))
+            else:
+                end = keep_running(start, saved.newest, arguments.max_restarts)
+        if end.code == 0 and nodes.rank == 0:
+            print(describe_next(ready.plan, ready.typed))
         return end.code
     finally:
         if nodes.rank == 0:
@@ -88,7 +90,7 @@ def launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standby
 
 
 def load_run(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
-    """The config of ``launch``, checked with its options; ``world_size``: see `load_config`.
+    """Load the config of ``launch`` and check it with the options; ``world_size``: see `load_config`.
 
     Raises:
         UserError: the config has faults, or is an ablation, or restarts would lose all steps.
@@ -111,72 +113,28 @@ class _Ready:
     nodes: Nodes
     machine: Machine
     processes: int
-    """Of this node."""
+    """Number of processes of this node."""
     typed: Start
-    stated: RunConfig
-    """As loaded, with ids of the hub where `plan` has this node's folders."""
-    of_ranks: tuple[str, ...]
-    """Overrides of the ranks."""
+    rank_overrides: tuple[str, ...]
+    """Overrides that the ranks get."""
 
 
 class _DoesNotFit(UserError):
-    """The machine cannot train the run; the fault is a screen about why."""
-
-
-def take_orders(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
-    """Start ranks as often and where the driver of a hostfile orders it; returns the exit code of the last start."""
-    driver, code = Driver(standby.signals), 0
-    if arguments.nproc is not None:  # a spare imports before it is needed
-        with suppress(UserError):  # the first answer has its faults
-            cores = detect_machine(visible_gpus(), nodes=1).cores
-            standby.prepare(load_run(arguments, overrides, None), cores, arguments.nproc)
-            load_torchrun()
-    while (order := driver.next_order()) is not None:
-        for name, value in order["variables"].items():
-            set_variable(name, value)
-        code = _follow(order, arguments, standby, driver) or code
-    return code
-
-
-def _follow(order: dict[str, Any], arguments: argparse.Namespace, standby: Standby, driver: Driver) -> int | None:
-    """Answer an order, and start the ranks once if the driver says so; returns the exit code, None without a start."""
-    number, overrides = order["number"], order["overrides"]
-    known: dict[str, Any] = {"versions": describe_version()}
-    faults: Sequence[str] = ()
-    try:
-        saved = SavedSteps(load_run(arguments, overrides, None), order["newest_step"])
-        saved.wait(ANSWER_SECONDS / 2, _report)
-        ready = _check(arguments, overrides, number)
-        load_torchrun()  # from a slow disk this stops the thread that answers while ranks train
-        digest = hashlib.sha256(dump_config(ready.stated).encode()).hexdigest()
-        known |= {"config": digest, "processes": ready.processes}
-    except UserError as error:
-        faults, known["is_stopped"] = error.faults, error.exit_code == EXIT_STOPPED
-    text = driver.answer(faults=faults, **known)
-    if text is None:
-        return None
-    times, end = StartTimes.inherited({START_TIMES: text}), End(EXIT_USER_ERROR)
-    try:
-        end = _train(ready, arguments, standby, saved, lambda start: start(number, times))
-    except UserError as error:
-        print(*(f"error: {fault}" for fault in error.faults), sep="\n", file=sys.stderr, flush=True)
-    config = ready.plan.config
-    hung = hung_ranks(Path(config.job.dump_folder)) if end.code == EXIT_HANG else []
-    facts = {"code": end.code, "is_final": end.is_final, "failed_at": end.failed_at, "hung_ranks": hung}
-    driver.report(newest_step=saved.newest(), **facts)
-    return end.code
+    """Raised if the machine cannot train the run; the fault is a screen with the reason."""
 
 
 def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int) -> _Ready:
     """Check config, machine and folders, and choose the processes of this node.
 
     Args:
-        number: of this start, counted from 0.
+        number: number of this start, counted from 0.
 
     Raises:
-        UserError: something keeps this node from training the run.
+        UserError: this node cannot train the run.
     """
-    config_file, nproc, max_restarts = arguments.config, arguments.nproc, arguments.max_restarts
+    config_file = arguments.config
+    nproc = arguments.nproc
+    max_restarts = arguments.max_restarts
     config = load_run(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     nproc = nproc or nodes.processes
@@ -184,9 +142,10 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
         refuse_ports(nodes, max_restarts, config.metrics.prometheus_port)
     require_free_port(nodes, number)
     machine = detect_machine(visible_gpus(), nodes=nodes.count)
-    if arguments.from_hostfile:
+    if arguments.from_hostfile is not None:
         refuse_node(nodes, nproc, len(machine.gpus))
-    fault = snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)) or tracker_fault(config.metrics.tracker)
+    package_fault = wandb_fault() if config.metrics.enable_wandb else None
+    fault = snapshot_fault(config.profiling, has_gpu=bool(machine.gpus)) or package_fault
     if fault:
         raise UserError(f"{config_file}: {fault}")
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
@@ -205,71 +164,29 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
     world_size = nproc * nodes.count
     if check_config(config, world_size=world_size):
         load_run(arguments, overrides, world_size)  # raises the faults, with their origin
-    stated, of_ranks = config, (*overrides, *fetched_overrides(config))
-    if len(of_ranks) > len(overrides):
-        config = load_run(arguments, of_ranks, None)
+    rank_overrides = (*overrides, *fetched_overrides(config))
+    if len(rank_overrides) > len(overrides):
+        config = load_run(arguments, rank_overrides, None)
     plan = resolve_plan(config, world_size)
     _refuse_state_folder(plan, nproc)
     refuse_small_disk(plan, nproc)
     if nodes.rank == 0:
-        _refuse_start(config, typed)
-    return _Ready(plan, nodes, machine, nproc, typed, stated, of_ranks)
+        refuse_start(config, typed)
+    return _Ready(plan, nodes, machine, nproc, typed, rank_overrides)
 
 
-def _train(
-    ready: _Ready,
-    arguments: argparse.Namespace,
-    standby: Standby,
-    saved: SavedSteps,
-    repeat: Callable[[Callable[[int, StartTimes], End]], End],
+def _start_ranks(
+    ready: _Ready, arguments: argparse.Namespace, signals: LauncherSignals, number: int, times: StartTimes
 ) -> End:
-    """Train on this node.
-
-    Args:
-        saved: is kept up to date.
-        repeat: calls the function that it gets, which starts the ranks and waits for their end, once or more.
-    """
-    plan, nodes = ready.plan, ready.nodes
-    server = standby.prepare(plan.config, ready.machine.cores, ready.processes)
-
-    def start(number: int, times: StartTimes) -> End:
-        require_free_port(nodes, number)
-        wait_for_first(nodes, number, _report)
-        with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
-            options = rendezvous_options(nodes, ready.processes, number)
-            exporter.starts(number)
-            command = ["train", "--exported", "--config", str(arguments.config), *ready.of_ranks]
-            return run_ranks(options, command, standby.signals, server, times)
-
-    with exporting(plan.config if nodes.rank == 0 else None) as exporter, saved.watched():
-        if nodes.rank == 0:
-            _prepare(plan)
-        end = repeat(start)
-        exporter.ends(end.code)
-    if end.code == 0 and nodes.rank == 0:
-        print(describe_next(plan, ready.typed))
-    return end
-
-
-def _refuse_start(config: RunConfig, typed: Start) -> None:
-    """Raise the faults of the run's folders that every rank would raise at its start. Weights that another shipped run
-    makes are named with its command."""
-    from glm46.engine.training.origin import refuse_origin
-
-    try:
-        refuse_origin(config)
-    except UserError as error:
-        path = config.checkpoint.initial_load_path
-        maker = None if path is None or Path(path).exists() else typed.command_that_makes(Path(path))
-        hint = f"; this one is made by: {maker}" if maker else ""
-        raise UserError(*(fault + hint for fault in error.faults)) from error
-    for key, folder in {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}.items():
-        refuse_unwritable(folder, key)
-    refuse_locked(Path(config.job.dump_folder), config.folders_apart)
-    if config.rl is not None:
-        from glm46.operate.launch.rl_start import refuse_rl
-
-        refuse_rl(config.rl.resolved())
+    """Start the ranks of this node for the n-th time, counted from 0, and wait for their end."""
+    nodes = ready.nodes
+    share_cores(ready.machine.cores, ready.processes)
+    require_free_port(nodes, number)
+    wait_for_first(nodes, number, _report)
+    with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
+        options = rendezvous_options(nodes, ready.processes, number)
+        command = ["train", "--config", str(arguments.config), *ready.rank_overrides]
+        return run_ranks(options, command, signals, times)
 
 
 def _refuse_state_folder(plan: Plan, processes: int) -> None:
@@ -278,12 +195,13 @@ def _refuse_state_folder(plan: Plan, processes: int) -> None:
     if optimizer.state_offload != "nvme":
         return
     folder = Path(str(optimizer.state_offload_folder))
-    fault, needed = local_disk_fault(folder), largest_stage(stage_memory(plan)).disk * processes
-    if fault is None and needed > (free := shutil.disk_usage(folder).free):
-        has = f"{free / 2**30:,.2f} GiB of {folder}"
-        fault = (
-            f"optimizer states of {counted(processes, 'process')} need {needed / 2**30:,.2f} GiB, and {has} are free"
-        )
+    fault = local_disk_fault(folder)
+    needed = largest_stage(stage_memory(plan)).disk * processes
+    if fault is None:
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            states = f"optimizer states of {counted(processes, 'process')} need {needed / 2**30:,.2f} GiB"
+            fault = f"{states}, and {free / 2**30:,.2f} GiB of {folder} are free"
     if fault is not None:
         raise UserError(state_folder_message(folder, fault))
 
@@ -305,7 +223,7 @@ def _prepare(plan: Plan) -> None:
 
 
 def describe_next(plan: Plan, start: Start) -> str:
-    """Commands to type after a finished run: a longer run, if its config has no faults, and the help."""
+    """Return commands to type after a finished run: a longer run, if its config has no faults, and the help."""
     # Imported here: they load the libraries of the data.
     from glm46.storage.data.corpus import check_epochs
     from glm46.storage.data.manifest import load_manifest
@@ -316,18 +234,23 @@ def describe_next(plan: Plan, start: Start) -> str:
         "job.dump_folder": f"{plan.config.job.dump_folder}_longer",
         **{key: f"{folder}_longer" for key, folder in plan.config.folders_apart.items()},
     }
-    lines, folder = [f"all keys      {module_command()} train --help"], plan.config.checkpoint_folder
-    ask, is_chat = f"ask it        {module_command()} generate", plan.config.finetune or plan.config.rl
+    lines = [f"all keys      {module_command()} train --help keys"]
+    folder = plan.config.checkpoint_folder
+    ask_command = f"ask it        {module_command()} generate"
+    is_chat = plan.config.finetune or plan.config.rl
     prompt = f"{'--chat ' if is_chat else ''}--prompt '...'"
     if plan.config.adapter is not None:
         base = plan.config.checkpoint.initial_load_path
-        if base and (
-            exported := sorted(Path(plan.config.job.dump_folder).glob("huggingface/step-*/adapter_config.json"))
-        ):
-            lines.insert(0, f"{ask} --model {quote(base)} --adapter {quote(short(exported[-1].parent))} {prompt}")
-    elif plan.config.head == "lm" and (saved := published_steps(folder)):
-        step = step_folder(folder, saved[-1])
-        lines.insert(0, f"{ask} --checkpoint {quote(short(step))} {prompt}")
+        exports = Path(plan.config.job.dump_folder).glob("huggingface/step-*/adapter_config.json")
+        exported = sorted(exports) if base else []
+        if base and exported:
+            adapter = exported[-1].parent
+            lines.insert(0, f"{ask_command} --model {quote(base)} --adapter {quote(short(adapter))} {prompt}")
+    elif plan.config.head == "lm":
+        steps = published_steps(folder)
+        if steps:
+            newest = step_folder(folder, steps[-1])
+            lines.insert(0, f"{ask_command} --checkpoint {quote(short(newest))} {prompt}")
     try:
         config = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
         manifests = {source.name: load_manifest(Path(source.path), full=False) for source in config.data.sources}
@@ -345,7 +268,7 @@ def _report(line: str) -> None:
 def describe_refusal(
     config: RunConfig, machine: Machine, processes: int | None, remedies: Sequence[str] = ()
 ) -> str | None:
-    """One screen about why this machine cannot train the config, and what to do; None if it can."""
+    """Return one screen with the reason why this machine cannot train the config, and remedies; None if it can."""
     fits, screen = describe_requirement(config, machine, remedies=remedies)
     # If the degrees do not allow the number of processes, `load_config` refuses it after this.
     if fits and processes is not None and not check_config(config, world_size=processes):

@@ -19,7 +19,7 @@ def end_on_signals(code: Callable[[int], int], signals: Sequence[int] = ENDING_S
 
     Args:
         code: number of the signal -> exit code.
-        signals: those that end it; others keep their handlers.
+        signals: signals that end it; others keep their handlers.
     """
 
     def on_signal(number: int) -> None:
@@ -29,19 +29,19 @@ def end_on_signals(code: Callable[[int], int], signals: Sequence[int] = ENDING_S
 
 
 def wait_if_ending() -> None:
-    """Never return while `exit_now` ends this process: what other threads make of the end of its descendants, such as
-    an error and its exit code, must not be what the process ends with."""
+    """Wait forever if `exit_now` is ending this process. Its descendants end too, and errors that other threads
+    raise about their end must not decide the exit code."""
     while is_ending.is_set():
         time.sleep(_WAIT_SECONDS)
 
 
 def started_ranks(launcher: int | None = None) -> list[int]:
-    """Process ids of the ranks of a launcher, by default of this one: living leaders of a process group among children
-    of it and of its server. Workers that prepare data are leaders too; they and their programs are left out."""
-    me, table = launcher or os.getpid(), living_processes()
+    """Return the process ids of the ranks of a launcher, by default of this process. Ranks are living children that
+    lead a process group; workers that prepare data lead groups too, and are excluded."""
+    launcher = launcher or os.getpid()
     workers = {worker.pid for worker in multiprocessing.active_children()}
     return [
         process
-        for process, (parent, group) in table.items()
-        if group == process and me in (parent, table.get(parent, (0, 0))[0]) and workers.isdisjoint((process, parent))
+        for process, (parent, group) in living_processes().items()
+        if group == process and parent == launcher and process not in workers
     ]

@@ -12,12 +12,12 @@ from glm46.config.options import positive
 from glm46.engine.observe.start_times import StartTimes
 
 _PROCESSES = "NGPU"
-"""The variable that run_train.sh takes, too."""
+"""Variable with the number of processes, which run_train.sh reads too."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
-    ranks. Returns the group of the first two, of which one must be given."""
+    ranks. Returns the group of the first two, one of which is required."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
     source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
@@ -37,7 +37,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     for name, meaning in (
         ("tensor", "share each matrix"),
         ("pipeline", "hold different layers"),
-        ("expert", "share the experts, borrowed from those of a pipeline stage"),
+        ("expert", "share the experts, borrowed from the processes of a pipeline stage"),
     ):
         parser.add_argument(
             f"--{name}-parallel-degree", type=positive, default=1, metavar="N", help=f"processes that {meaning}"
@@ -51,19 +51,19 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 
 
 def processes(arguments: argparse.Namespace) -> int:
-    """The number of processes of a verb: those that a launcher started, or those that its options ask for.
+    """Return the number of processes of a verb: the number that a launcher started, or that its options request.
 
     Raises:
         UserError: it is not a number.
     """
-    stated = set_variables([_PROCESSES]).get(_PROCESSES, "1")
-    if arguments.nproc is None and not (stated.isdecimal() and int(stated)):
-        raise UserError(f"{_PROCESSES} = {stated}: expected a number of processes; correct it, or give --nproc")
-    return launched_world_size() or arguments.nproc or int(stated)
+    ngpu = set_variables([_PROCESSES]).get(_PROCESSES, "1")
+    if arguments.nproc is None and not (ngpu.isdecimal() and int(ngpu)):
+        raise UserError(f"{_PROCESSES} = {ngpu}: expected a number of processes; correct it, or give --nproc")
+    return launched_world_size() or arguments.nproc or int(ngpu)
 
 
 def degrees_of(arguments: argparse.Namespace, shape: ModelShape, size: int) -> Degrees:
-    """The degrees of these options.
+    """Return the degrees of parallelism of these options.
 
     Raises:
         UserError: a degree does not split the model evenly, or does not divide the number of processes.
@@ -71,12 +71,12 @@ def degrees_of(arguments: argparse.Namespace, shape: ModelShape, size: int) -> D
     degrees = Degrees(*(getattr(arguments, f"{name}_degree") for name in Degrees._fields))
     faults = degree_faults(degrees, shape, size, lambda name, degree: f"--{name.replace('_', '-')}-degree {degree}")
     if faults:
-        raise UserError(*dict(reversed(faults)).values())  # the first of each degree
+        raise UserError(*dict(reversed(faults)).values())  # the first fault of each degree
     return degrees
 
 
 def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -> int | None:
-    """Start the processes that the options ask for and wait for them.
+    """Start the processes that the options request, and wait for them.
 
     Returns:
         Exit code; None in a process that is to do the work itself.
@@ -84,28 +84,27 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     Raises:
         UserError: the number of processes is not a number, or an option has no effect with several.
     """
-    if launched_world_size() is not None or (count := processes(arguments)) == 1:
+    if launched_world_size() is not None:
+        return None
+    count = processes(arguments)
+    if count == 1:
         return None
     # Imported here: --help takes less time without them.
     from glm46.operate.estimate.machine import detect_machine
     from glm46.operate.launch.nodes import Nodes
-    from glm46.operate.launch.rank_server import RankServer
     from glm46.operate.launch.rendezvous import rendezvous_options
     from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
 
     if arguments.device is not None:
         raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
     share_cores(detect_machine(visible_gpus(), nodes=1).cores, count)
-    start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_nproc(start)
-    _, of_ranks = start.parse_known_args(argv)  # torchrun takes --nproc for an abbreviation of its own
-    signals, times, server = (
-        LauncherSignals(),
-        StartTimes("the command"),
-        RankServer([f"glm46.operate.models.{verb}_ranks"]),
-    )
+    # Torchrun would read --nproc as an abbreviation of its own options.
+    nproc_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_nproc(nproc_parser)
+    _, rank_arguments = nproc_parser.parse_known_args(argv)
+    signals = LauncherSignals()
+    times = StartTimes("the command")
     try:
-        return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *of_ranks], signals, server, times).code
+        return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *rank_arguments], signals, times).code
     finally:
-        server.close()
         signals.close()

@@ -16,18 +16,18 @@ _PREPARE_SECONDS = 3600
 _REJOIN_SECONDS = 600
 """Longest wait of a restarted node for the restart of the others."""
 _REPORT_SECONDS = 5.0
-"""Time between two lines about a missing node."""
+"""Time between two lines about missing nodes."""
 _ANSWER_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 
 
 def rendezvous_options(nodes: Nodes, processes: int, start: int) -> list[str]:
-    """Options of torchrun for the n-th start: processes of this node, and the address of the first node.
+    """Return the options of torchrun for the n-th start: processes of this node, and the address of the first node.
 
-    That of one node is `LocalRendezvous`. That of several is static: after the start no launcher needs the store, which
-    is in the launcher of the first node. The launchers of torchrun's other rendezvous ask it all the time: they end
-    their ranks when the first launcher exits a moment earlier, and wait for as long as nodes may take to join when the
-    network to it is cut.
+    One node uses `LocalRendezvous`. Several nodes use torchrun's static rendezvous: after the start no launcher needs
+    the store, which is in the launcher of the first node. With torchrun's other rendezvous the launchers read the store
+    all the time: they end their ranks if the first launcher exits slightly earlier, and if the network to it is cut,
+    they wait as long as nodes may take to join.
     """
     options = [f"--nnodes={nodes.count}", f"--nproc-per-node={processes}", "--max-restarts=0"]
     if nodes.count == 1:
@@ -86,21 +86,24 @@ def wait_for_first(nodes: Nodes, start: int, report: Callable[[str], None]) -> N
     """Wait until the first node listens on the port of the n-th start, and report it every few seconds.
 
     Raises:
-        UserError: it did not listen within the time that preparing data may take.
+        UserError: it did not listen within the time that the preparation of data may take.
     """
     if nodes.rank == 0:
         return
-    address, began, reported = f"{nodes.host}:{_port(nodes, start)}", time.monotonic(), 0.0
+    address = f"{nodes.host}:{_port(nodes, start)}"
+    began = time.monotonic()
+    reported = 0.0
     while True:
         try:
             socket.create_connection((nodes.host, _port(nodes, start)), timeout=_ANSWER_SECONDS).close()
             return
         except OSError as error:
-            fault, waited = error.strerror or str(error), time.monotonic() - began
+            fault = error.strerror or str(error)
+            waited = time.monotonic() - began
         if waited > _seconds(start):
             raise UserError(
                 f"environment: MASTER_ADDR = {nodes.host!r}: no answer from {address} for {waited:.0f} s ({fault}); "
-                "set MASTER_ADDR and MASTER_PORT to those of the first node, and start it"
+                "set MASTER_ADDR and MASTER_PORT to address and port of the first node, and start it"
             )
         if waited - reported >= _REPORT_SECONDS or not reported:
             reported = max(waited, _RETRY_SECONDS)

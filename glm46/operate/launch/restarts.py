@@ -20,15 +20,15 @@ from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
 from glm46.storage.checkpoint.integrity import published_steps
 
 _FRUITLESS_STARTS = 3
-"""Starts in a row without a new checkpoint after which no other is tried."""
+"""Number of starts in a row without a new checkpoint after which the launcher gives up."""
 
 
 def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[[], int], max_restarts: int) -> End:
-    """Start all ranks, and restart them after a failure, or where they ask for it, as after failed saves.
+    """Start all ranks, and restart them after a failure, or if they request it, as after failed saves.
 
     Gives up after `_FRUITLESS_STARTS` starts in a row without a new checkpoint. Torchrun's own restarts are not used:
-    its restarted ranks connected to addresses of the start before and hung. Here each start has a new store and port.
-    The launchers of several nodes count the starts alike, because a failed rank ends the ranks of all nodes.
+    its restarted ranks connected to addresses of the previous start and hung. Here each start has a new store and port.
+    The launchers of several nodes count the same starts, because a failed rank ends the ranks of all nodes.
 
     Args:
         start: starts all ranks for the n-th time, counted from 0, and waits for their end. It takes the times of this
@@ -39,7 +39,8 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
     Returns:
         The end of the last start.
     """
-    best, fruitless = newest_step(), 0
+    best = newest_step()
+    fruitless = 0
     times = StartTimes("the command")
     for number in range(max_restarts + 1):
         end = start(number, times)
@@ -47,7 +48,11 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
             return end
         times = StartTimes("the failure", end.failed_at)
         newest = newest_step()
-        fruitless, best = (0, newest) if newest > best else (fruitless + 1, best)
+        if newest > best:
+            fruitless = 0
+            best = newest
+        else:
+            fruitless += 1
         where = f"the checkpoint of step {newest}" if newest else "step 0, there is no checkpoint"
         if fruitless == _FRUITLESS_STARTS:
             print(
@@ -60,26 +65,27 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
         if number < max_restarts:
             print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
     if max_restarts or newest:
-        left = f"error: no restart is left of {max_restarts}; the" if max_restarts else "The"
-        print(f"{left} same command goes on from {where}.", file=sys.stderr)
+        beginning = f"error: no restart is left of {max_restarts}; the" if max_restarts else "The"
+        print(f"{beginning} same command goes on from {where}.", file=sys.stderr)
     return end
 
 
 LONGEST_ABSENCE = 480.0
 """Seconds for the storage of a run to return; the launchers of other nodes wait longer for this one."""
 _STATE = "GLM46_STATE"
-"""A variable: the file that tells a job script, and the next start of the job, the newest checkpoint, as variables of a
-shell."""
-_FIRST_SECONDS, _LOOK_SECONDS = 2.0, 30.0
-"""Time between two listings of the folder while ranks train, before the first checkpoint and later. Each node makes
-them, of shared storage."""
+"""Variable with the path of the file that tells a job script, and the next start of the job, the newest checkpoint. The
+file holds variables of a shell."""
+_FIRST_SECONDS = 2.0
+_LOOK_SECONDS = 30.0
+"""Time between two listings of the folder while ranks train, before the first checkpoint and later. Each node lists
+the folder, on shared storage."""
 _WAIT_SECONDS = 1.0
 _REPORT_SECONDS = 30.0
 
 
 class StorageLost(UserError):
-    """A folder that has had checkpoints or text of this run has none. On this exit code job systems start the run
-    again, perhaps on nodes that reach the folder."""
+    """Raised if a folder that had checkpoints or text of this run is empty or cannot be read. On this exit code job
+    systems start the run again, perhaps on nodes that reach the folder."""
 
     exit_code = EXIT_STOPPED
 
@@ -88,21 +94,22 @@ class SavedSteps:
     """Remembers the newest checkpoint: an unmounted folder is empty, and a start from it would begin at step 0.
 
     Args:
-        known: the newest checkpoint that an earlier start of the same run has left; 0 without one.
+        earlier_step: step of the newest checkpoint of earlier starts of the same run; 0 without one.
     """
 
-    def __init__(self, config: RunConfig, known: int = 0):
-        self._folder, self._sources = config.checkpoint_folder, [Path(source.path) for source in config.data.sources]
-        self._newest = known
+    def __init__(self, config: RunConfig, earlier_step: int = 0):
+        self._folder = config.checkpoint_folder
+        self._sources = [Path(source.path) for source in config.data.sources]
+        self._newest = earlier_step
 
     def newest(self) -> int:
-        """Step of the newest checkpoint, or of the newest one seen before if none can be seen now; 0 without one."""
+        """Return the step of the newest checkpoint, or the last known one if the folder is empty; 0 without one."""
         self._newest = max(_steps(self._folder), default=self._newest)
         return self._newest
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A thread looks for new checkpoints inside of this context: storage may be lost before the ranks end."""
+        """Look for new checkpoints in a thread during this context: storage may be lost before the ranks end."""
         end = threading.Event()
 
         def look() -> None:
@@ -116,13 +123,17 @@ class SavedSteps:
             end.set()
 
     def wait(self, seconds: float, report: Callable[[str], None]) -> None:
-        """Wait until the folders of a run whose checkpoint is known hold what they held: checkpoints and the text.
+        """Wait until the folders of a run that has saved a checkpoint hold checkpoints and text again.
 
         Raises:
-            StorageLost: they do not within so many seconds.
+            StorageLost: they do not within this many seconds.
         """
-        began, reported = time.monotonic(), float("-inf")
-        while self._newest and (missing := self._missing()):
+        began = time.monotonic()
+        reported = float("-inf")
+        while self._newest:
+            missing = self._missing()
+            if not missing:
+                return
             now = time.monotonic()
             if now - began > seconds:
                 raise StorageLost(
@@ -135,10 +146,11 @@ class SavedSteps:
             time.sleep(_WAIT_SECONDS)
 
     def tell_job(self, hosts: Sequence[str]) -> None:
-        """Write the newest checkpoint, and the hosts on which another start would fail, for the script of this job, if
-        one has asked for it."""
+        """Write the newest checkpoint, and the hosts on which another start would fail, as variables of a shell for the
+        script of this job, if that script has set the file."""
         with suppress(OSError, KeyError):
-            write_state(Path(set_variables([_STATE])[_STATE]), self.newest(), hosts)
+            state = f"newest_step={self.newest()}\nlost_hosts={shlex.quote(' '.join(hosts))}\n"
+            Path(set_variables([_STATE])[_STATE]).write_text(state)
 
     def _missing(self) -> str:
         if not _steps(self._folder):
@@ -147,16 +159,13 @@ class SavedSteps:
         return next((f"{source} cannot be read, and the run has trained on it" for source in absent), "")
 
 
-def write_state(file: Path, newest_step: int, hosts: Sequence[str]) -> None:
-    """Write the variables of a shell that a job script reads after a start."""
-    file.write_text(f"newest_step={newest_step}\nlost_hosts={shlex.quote(' '.join(hosts))}\n")
-
-
 def known_step() -> int:
-    """The newest checkpoint that earlier starts of this job have left; 0 without one, and outside of job scripts."""
+    """Return the step of the newest checkpoint of earlier starts of this job; 0 without one or without a job script."""
     with suppress(OSError, KeyError):
-        if found := re.search(r"^newest_step=(\d+)$", Path(set_variables([_STATE])[_STATE]).read_text(), re.MULTILINE):
-            return int(found[1])
+        state = Path(set_variables([_STATE])[_STATE]).read_text()
+        match = re.search(r"^newest_step=(\d+)$", state, re.MULTILINE)
+        if match:
+            return int(match[1])
     return 0
 
 
@@ -167,24 +176,17 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _is_folder(path: Path) -> bool:
-    """True if this is a folder that can be read, with something in it."""
+    """Return True if this is a folder that can be read and is not empty."""
     with suppress(OSError):
         return any(path.iterdir())
     return False
 
 
-def hung_ranks(dump_folder: Path) -> list[int]:
-    """The ranks that the verdict of the last start names; none without one."""
-    return _verdict(dump_folder)["ranks"]
-
-
 def hung_hosts(dump_folder: Path) -> list[str]:
-    """The known hosts of `hung_ranks`, each once, without domains: names as Slurm has them."""
-    return [host for host in dict.fromkeys(name.partition(".")[0] for name in _verdict(dump_folder)["hosts"]) if host]
-
-
-def _verdict(dump_folder: Path) -> dict[str, list]:
+    """Read the hosts that the verdict of the last start names, each once, without domains, as Slurm names them. Empty
+    without a verdict, and hosts without a name are skipped."""
     try:
-        return json.loads((dump_folder / HANG_FOLDER / VERDICT_FILE).read_text())
+        names = json.loads((dump_folder / HANG_FOLDER / VERDICT_FILE).read_text())["hosts"]
     except (OSError, ValueError):
-        return {"ranks": [], "hosts": []}
+        return []
+    return [host for host in dict.fromkeys(name.partition(".")[0] for name in names) if host]

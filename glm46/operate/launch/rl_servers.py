@@ -1,10 +1,11 @@
-"""The inference servers of a run: the commands of vLLM or SGLang, host by host, with the options that the run checks at
-its start, on as many GPUs as hold the model, or on the CPU of this machine."""
+"""Inference servers of a run: the commands of vLLM or SGLang, host by host, with the options that the run checks at its
+start, on as many GPUs as hold the model, or on the CPU of this machine."""
 
 import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
@@ -23,55 +24,66 @@ from glm46.operate.estimate.server_split import ServerSplit, leaves_room, split_
 from glm46.operate.estimate.units import binary_size
 from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.nodes import is_loopback
+from glm46.operate.launch.ssh_hosts import HostEnd, HostProcesses, client_words, stoppable
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.prompts import read_prompts
 
 _SHARES = {"sglang": 0.7, "vllm": 0.9}
-"""Of a GPU's memory that a server takes for weights and cache: SGLang's as miles has it for GLM-4.5, vLLM's default."""
-_FIRST_PORT, _MEETING_PORT = 8000, 5000
-_MOST_GPUS = 512
-_HERE = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
-_EXTENSION = _HERE if _HERE.is_dir() else Path("deploy/vllm")  # of a checkout, beside an installed package
+"""Share of a GPU's memory that a server takes for weights and cache. Sources: miles for GLM-4.5; vLLM's default."""
+_FIRST_PORT = 8000
+_MEETING_PORT = 5000
+_MAX_GPUS = 512
+_STOP_SECONDS = 20
+"""Time for a server to end after SIGTERM."""
+_SOURCE_EXTENSION = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
+# An installed package has no deploy: the path is then relative to a checkout.
+_EXTENSION = _SOURCE_EXTENSION if _SOURCE_EXTENSION.is_dir() else Path("deploy/vllm")
 _VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(_EXTENSION)}
 _PYTHON = "GLM46_VLLM_PYTHON"
-_CPU, _CPU_CACHE = "CPU", 64 * 2**20  # the least bytes of keys and values
+_CPU = "CPU"
+_CPU_CACHE = 64 * 2**20
+"""Minimum of bytes for keys and values."""
 _DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 class Command(NamedTuple):
-    """One process on a host."""
+    """Command of one process on a host."""
 
     variables: dict[str, str]
     words: list[str]
 
     @property
     def text(self) -> str:
-        """For a shell."""
+        """The command as a line for a shell."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*words, shlex.join(self.words)])
 
 
 class ServerPlan:
-    """The servers of a config on hosts."""
+    """The servers of a config on hosts.
+
+    Args:
+        hosts: in the order in which servers take them; if empty, the hosts of rollout.urls.
+        gpu: type of the GPUs, or the part of this machine for each server.
+        folder: folder of the model that the servers start with.
+        gpus: number of GPUs of one server; None takes the smallest number that holds the model and leaves half of the
+            room to keys and values.
+
+    Raises:
+        UserError: the config has no servers, or they do not fit.
+    """
 
     def __init__(self, config: RunConfig, hosts: Sequence[Host], gpu: Accelerator, folder: str, gpus: int | None):
-        """
-        Args:
-            hosts: in the order in which servers take them; none: those of rollout.urls.
-            folder: of the model that the servers start with.
-            gpus: of one server; None: the fewest that hold the model and leave half of their room to keys and values.
-
-        Raises:
-            UserError: the config has no servers, or they do not fit.
-        """
+        require_servers(config)
         rollout = config.rollout
-        if config.rl is None or rollout is None or rollout.kind == "local":
-            raise UserError(
-                'rollout.kind: its ranks generate themselves, so it has no servers; set "vllm" or "sglang", or start '
-                "the run alone"
-            )
-        self.config, self.rollout, self._rl = config, rollout, config.rl
-        self.kind, self._gpu, self._folder, self.on_cpu = rollout.kind, gpu, folder, gpu.name == _CPU
+        assert config.rl is not None and rollout is not None, "it has servers"
+        self.config = config
+        self.rollout = rollout
+        self._rl = config.rl
+        self.kind = rollout.kind
+        self._gpu = gpu
+        self._folder = folder
+        self.on_cpu = gpu.name == _CPU
         self._python = set_variables([_PYTHON]).get(_PYTHON)
         if self.on_cpu and self._python is None:
             raise UserError(
@@ -87,23 +99,23 @@ class ServerPlan:
         self.places = list(self._places())
         self.urls = [f"http://{places[0][0].name}:{port}" for places, port in self.places]
 
-    def _fitting(self, stated: int | None) -> ServerSplit:
-        sizes = [stated] if stated else [2**power for power in range(10)]
+    def _fitting(self, requested: int | None) -> ServerSplit:
+        sizes = [requested] if requested else [2**power for power in range(10)]
         for gpus in sizes:
             engine = split_model(self._shape, gpus, self._gpu.host_gpus)
             if engine is None or self._needed(engine) > self._room:
                 continue
-            if stated or leaves_room(self._weights(engine), self._room):
+            if requested or leaves_room(self._weights(engine), self._room):
                 return engine
-        what = f"--gpus-per-engine {stated}" if stated else f"no number of GPUs up to {_MOST_GPUS}"
+        choice = f"--gpus-per-engine {requested}" if requested else f"no number of GPUs up to {_MAX_GPUS}"
         engine = split_model(self._shape, sizes[-1], self._gpu.host_gpus)
         if engine is None:
             raise UserError(
-                f"command line: {what}: GPUs of a server must divide model.n_routed_experts = "
+                f"command line: {choice}: GPUs of a server must divide model.n_routed_experts = "
                 f"{self._shape.n_routed_experts} and be whole hosts of {self._gpu.host_gpus}, or a part of one"
             )
         raise UserError(
-            f"command line: {what}: a {self._gpu.name} would hold {binary_size(self._needed(engine))} of weights and "
+            f"command line: {choice}: a {self._gpu.name} would hold {binary_size(self._needed(engine))} of weights and "
             f"one longest sample, and {self.kind} has {binary_size(self._room)} of it; take more GPUs, "
             'others with --gpu, or rollout.weights_dtype = "fp8-block"'
         )
@@ -113,32 +125,37 @@ class ServerPlan:
         return self._gpu.memory_bytes * _SHARES[self.kind]
 
     def _weights(self, engine: ServerSplit) -> float:
-        """Bytes of a GPU for its weights."""
+        """Return the bytes of a GPU for its weights."""
         weights = inference_bytes(self._shape, engine.layout, self.config.training.mixed_precision_param)
         return weights / (2 if self.rollout.weights_dtype else 1)
 
     def _needed(self, engine: ServerSplit) -> float:
-        """Bytes of a GPU for its weights, and for keys and values of one longest sample."""
+        """Return the bytes of a GPU for its weights, and for keys and values of one longest sample."""
         cache = inference_bytes(
-            self._shape, engine.layout, self.config.training.mixed_precision_param, rows=1, length=self.context,
-            copies_weights=False, caches_drafts=True,
-        )  # fmt: skip
+            self._shape,
+            engine.layout,
+            self.config.training.mixed_precision_param,
+            rows=1,
+            length=self.context,
+            copies_weights=False,
+            caches_drafts=True,
+        )
         return self._weights(engine) + cache
 
     def _hosts_of_urls(self) -> list[Host]:
-        """The hosts of rollout.urls, with the GPUs of their servers."""
+        """Return the hosts of rollout.urls, with the number of GPUs of their servers."""
         counts = Counter(urlsplit(url).hostname or "" for url in self.rollout.urls)
-        most = self._gpu.host_gpus // self.engine.gpus
-        if not counts or max(counts.values()) > most:
-            why = f"a host has room for {counted(most, 'server')}" if counts else "rollout.urls names no host"
+        max_servers = self._gpu.host_gpus // self.engine.gpus
+        if not counts or max(counts.values()) > max_servers:
+            reason = f"a host has room for {counted(max_servers, 'server')}" if counts else "rollout.urls names no host"
             raise UserError(
-                f"command line: --hosts: missing, and {why} of {counted(self.engine.gpus, 'GPU')}; name a file with "
+                f"command line: --hosts: missing, and {reason} of {counted(self.engine.gpus, 'GPU')}; name a file with "
                 "NAME slots=N on each line"
             )
         return [Host(0, name, slots=count * self.engine.gpus) for name, count in counts.items()]
 
     def _places(self) -> Iterator[tuple[list[tuple[Host, list[int]]], int]]:
-        """Hosts with the numbers of their GPUs, and port, of each server."""
+        """Yield for each server its hosts, with the indices of their GPUs, and its port."""
         ports: dict[str, list[int]] = {}
         for url in map(urlsplit, self.rollout.urls):
             ports.setdefault(url.hostname or "", []).append(url.port or 80)
@@ -148,34 +165,40 @@ class ServerPlan:
             raise UserError(f"command line: --hosts: fewer than the {counted(self.engine.gpus, 'GPU')} of a server")
         for _ in range(count):
             places: list[tuple[Host, list[int]]] = []
-            while (missing := self.engine.gpus - sum(len(gpus) for _, gpus in places)) > 0:
+            missing = self.engine.gpus
+            while missing > 0:
                 host, gpus = free.pop(0)
-                places.append((host, gpus[:missing]))
-                if gpus[missing:]:
-                    free.insert(0, (host, gpus[missing:]))
+                taken = gpus[:missing]
+                remaining = gpus[missing:]
+                places.append((host, taken))
+                if remaining:
+                    free.insert(0, (host, remaining))
+                missing -= len(taken)
             if len({len(gpus) for _, gpus in places}) > 1:
                 raise UserError(f"command line: --hosts: {host.name}: a server would have unequal parts of hosts")
             first, gpus = places[0]
-            stated = ports.get(first.name)
-            yield places, stated.pop(0) if stated else _FIRST_PORT + gpus[0] // self.engine.gpus
+            host_ports = ports.get(first.name)
+            yield places, host_ports.pop(0) if host_ports else _FIRST_PORT + gpus[0] // self.engine.gpus
 
     def host(self, name: str) -> Host:
-        """A host of this name."""
+        """Return the host of this name."""
         return next(host for host in self._hosts if host.name == name)
 
     def blocks(self) -> dict[str, list[Command]]:
-        """The commands by host."""
-        found: dict[str, list[Command]] = {}
+        """Return the commands by host."""
+        blocks: dict[str, list[Command]] = {}
         for places, port in self.places:
             for node, (host, gpus) in enumerate(places):
                 command = self._command(places, port, node)
                 if len(gpus) < self._gpu.host_gpus and not self.on_cpu:
                     command.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-                found.setdefault(host.name, []).append(command)
-        return found
+                blocks.setdefault(host.name, []).append(command)
+        return blocks
 
     def _command(self, places: Sequence[tuple[Host, list[int]]], port: int, node: int) -> Command:
-        first, nodes, engine = places[0][0].name, len(places), self.engine
+        first = places[0][0].name
+        nodes = len(places)
+        engine = self.engine
         meeting = port - _FIRST_PORT + _MEETING_PORT
         dtype = self.config.training.mixed_precision_param
         address = ["--host", places[node][0].name, "--port", str(port), "--dtype", dtype]
@@ -194,19 +217,20 @@ class ServerPlan:
             words = [str(_EXTENSION / "serve_cpu.sh"), self._folder, str(port), *address]
             words += ["--max-model-len", str(self.context), "--kv-cache-memory-bytes", str(cache)]
             return Command({_PYTHON: self._python}, words + self._vllm_options())
-        is_here = self._python is not None and is_loopback(places[node][0].name)
-        start = [str(self._python), "-m", "vllm.entrypoints.cli.main"] if is_here else ["vllm"]
-        words = [*start, "serve", self._folder, *address, "--max-model-len", str(self.context)]
+        is_local = self._python is not None and is_loopback(places[node][0].name)
+        program = [str(self._python), "-m", "vllm.entrypoints.cli.main"] if is_local else ["vllm"]
+        words = [*program, "serve", self._folder, *address, "--max-model-len", str(self.context)]
         words += ["--tensor-parallel-size", str(engine.tensor)]
         words += ["--gpu-memory-utilization", str(_SHARES["vllm"])]
         if engine.replicas > 1:
-            local = engine.replicas // nodes
-            words += ["--data-parallel-size", str(engine.replicas), "--data-parallel-size-local", str(local)]
+            local_replicas = engine.replicas // nodes
+            words += ["--data-parallel-size", str(engine.replicas)]
+            words += ["--data-parallel-size-local", str(local_replicas)]
             words += ["--data-parallel-address", first, "--data-parallel-rpc-port", str(meeting)]
             words += ["--enable-expert-parallel"]
-            words += ["--headless", "--data-parallel-start-rank", str(node * local)] if node else []
-        more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.rollout.send_adapters else {}
-        return Command(_VLLM_VARIABLES | more, words + self._vllm_options())
+            words += ["--headless", "--data-parallel-start-rank", str(node * local_replicas)] if node else []
+        lora_variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.rollout.send_adapters else {}
+        return Command(_VLLM_VARIABLES | lora_variables, words + self._vllm_options())
 
     def _sglang_options(self) -> list[str]:
         words = ["--enable-return-routed-experts"] if self._rl.routing_replay else []
@@ -230,53 +254,80 @@ class ServerPlan:
         return ["--max-lora-rank", str(max(adapter.rank, adapter.expert_rank or 0))]
 
 
+def require_servers(config: RunConfig) -> None:
+    """Check that a run generates on servers.
+
+    Raises:
+        UserError: it has no reinforcement learning, or its ranks generate.
+    """
+    if config.rl is None or config.rollout is None:
+        raise UserError(
+            "rl: the config has no [rl], so the run has no inference servers; give the config of such a run"
+        )
+    if config.rollout.kind == "local":
+        raise UserError(
+            'rollout.kind: its ranks generate themselves, so it has no servers; set "vllm" or "sglang", or start '
+            "the run alone"
+        )
+
+
 def longest_prompt(config: RunConfig) -> int:
-    """Tokens of the longest prompt of training and validation.
+    """Count the tokens of the longest prompt of training and validation.
 
     Raises:
         UserError: files cannot be read, or have prompts that the run would refuse.
     """
     assert config.rl is not None and config.rollout is not None
-    rl, tokenizer = config.rl.resolved(), load_tokenizer(config.model.tokenizer_path, config.model.flavor)
-    most, keys = config.training.seq_len - config.rollout.max_new_tokens, cast(PromptsConfig, rl.prompts)
+    rl = config.rl.resolved()
+    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
+    max_tokens = config.training.seq_len - config.rollout.max_new_tokens
+    keys = cast(PromptsConfig, rl.prompts)
     files = dict.fromkeys([keys.file, *(table.file for table in rl.validation)])
-    read = (read_prompts(Path(f), keys, tokenizer, most_tokens=most, needs_label=False) for f in files)
-    return max(len(prompt.tokens) for prompts in read for prompt in prompts)
+    prompt_lists = (
+        read_prompts(Path(file), keys, tokenizer, most_tokens=max_tokens, needs_label=False) for file in files
+    )
+    return max(len(prompt.tokens) for prompts in prompt_lists for prompt in prompts)
 
 
 def cpu_of(config: RunConfig) -> Accelerator | None:
-    """A part of this machine for each server of vLLM; None: it has a GPU, or not all of them."""
-    rollout, machine = config.rollout, detect_machine(visible_gpus())
+    """Return a part of this machine for each server of vLLM; None if it has a GPU or a server runs elsewhere."""
+    rollout = config.rollout
+    machine = detect_machine(visible_gpus())
     urls = rollout.urls if rollout is not None and rollout.kind == "vllm" else ()
     if machine.gpus or not urls or not all(is_loopback(urlsplit(url).hostname or "") for url in urls):
         return None
     return Accelerator(_CPU, 0.0, machine.memory_bytes // len(urls), 0.0, 0.0, 0.0, host_gpus=len(urls))
 
 
-def folder_of(config: RunConfig, stated: str | None) -> str:
-    """The model that servers start with: its weights do not matter, its shape and types do.
+def folder_of(config: RunConfig, folder: str | None) -> str:
+    """Return the model that servers start with: its weights do not matter, its shape and types do.
+
+    Args:
+        folder: from the command line; None if it has none.
 
     Raises:
-        UserError: none is known.
+        UserError: neither command line nor config name a model.
     """
-    checkpoint, quantised = config.checkpoint, config.rollout is not None and config.rollout.weights_dtype
-    if stated is None and (quantised or not checkpoint.initial_load_in_hf):
-        why = f'rollout.weights_dtype = "{quantised}"' if quantised else "checkpoint.initial_load_in_hf = false"
+    checkpoint = config.checkpoint
+    quantised = config.rollout is not None and config.rollout.weights_dtype
+    if folder is None and (quantised or not checkpoint.initial_load_in_hf):
+        reason = f'rollout.weights_dtype = "{quantised}"' if quantised else "checkpoint.initial_load_in_hf = false"
         dtype = f" --dtype {quantised}" if quantised else ""
         raise UserError(
-            f"command line: --folder: missing, with {why}; name a Hugging Face folder of `convert to-hf{dtype}`"
+            f"command line: --folder: missing, with {reason}; name a Hugging Face folder of `convert to-hf{dtype}`"
         )
     on_hub = config.ids.get("checkpoint.initial_load_path", "").removeprefix("hf://").partition("@")[0]
-    return stated or on_hub or str(checkpoint.initial_load_path)
+    return folder or on_hub or str(checkpoint.initial_load_path)
 
 
 def show(servers: ServerPlan) -> str:
-    """One block of commands for each host, and what the run needs of it."""
-    engine, urls = servers.engine, json.dumps(servers.urls)
+    """Return one block of commands for each host, and the URLs for the run if its config has others."""
+    engine = servers.engine
+    urls = json.dumps(servers.urls)
     split = f"heads over {engine.tensor}"
     split += f", {engine.replicas} replicas of attention, experts over all" if engine.replicas > 1 else ""
-    what = "on the CPU of this machine" if servers.on_cpu else f"of {counted(engine.gpus, 'GPU')}: {split}"
-    lines = [f"# {servers.kind}, {counted(len(servers.urls), 'server')} {what}"]
+    place = "on the CPU of this machine" if servers.on_cpu else f"of {counted(engine.gpus, 'GPU')}: {split}"
+    lines = [f"# {servers.kind}, {counted(len(servers.urls), 'server')} {place}"]
     for host, commands in servers.blocks().items():
         lines += ["", f"# on {host}", *(command.text for command in commands)]
     if servers.kind == "sglang":
@@ -284,3 +335,21 @@ def show(servers: ServerPlan) -> str:
     if {*servers.urls} != {*servers.rollout.urls}:
         lines += ["", f"# of the run: --rollout.urls '{urls}'"]
     return "\n".join(lines)
+
+
+def run_servers(servers: ServerPlan, connection: str) -> int:
+    """Start all servers, show their output by host, and end all when one ends; returns its exit code.
+
+    Raises:
+        UserError: the client of hosts is not installed.
+    """
+    commands = []
+    for name, host_commands in servers.blocks().items():
+        for command in host_commands:
+            text = stoppable(command.text, _STOP_SECONDS)
+            words = ["sh", "-c", text] if is_loopback(name) else client_words(servers.host(name), text, connection)
+            commands.append((name, words))
+    with closing(HostProcesses(commands, _STOP_SECONDS)) as processes:
+        end = cast(HostEnd, processes.next_end())
+        print(f"{commands[end.place][0]}: ended with code {end.code}", flush=True)
+        return end.code

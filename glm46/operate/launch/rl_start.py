@@ -1,16 +1,17 @@
-"""Checks of what a run of reinforcement learning reads at its start, once, before its ranks start; without torch."""
+"""Checks of files and functions that reinforcement learning reads at its start, once, before ranks start; without
+torch."""
 
 from collections.abc import Callable
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import show
 from glm46.config.rl import ResolvedRL
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool, filter_pool, reward_pool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool, reward_pool
 
 
 def refuse_rl(rl: ResolvedRL) -> None:
-    """Raise the faults of prompts, rewards, environment and filter that every rank would raise at its start. Functions
-    of the user's are imported in processes of their own.
+    """Raise the faults of prompts, rewards and environment that every rank would raise at its start. The
+    functions of the user are imported in separate processes.
 
     Raises:
         UserError: files cannot be read, or functions cannot be loaded.
@@ -24,10 +25,9 @@ def refuse_rl(rl: ResolvedRL) -> None:
         except OSError as error:
             faults.append(f"{key} = {show(file)}: {error.strerror}; state a file of prompts that can be read")
     loads: list[Callable[[], FunctionPool]] = [lambda: reward_pool(rl)]
-    if (table := rl.environment) is not None:
-        loads.append(lambda: environment_pool(table))
-    if (name := rl.filter) is not None:
-        loads.append(lambda: filter_pool(name))
+    environment = rl.environment
+    if environment is not None:
+        loads.append(lambda: environment_pool(environment))
     for load in loads:
         try:
             load().close()

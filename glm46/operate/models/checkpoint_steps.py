@@ -1,4 +1,4 @@
-"""The kinds of ``python -m glm46 checkpoint``."""
+"""Implements the kinds of ``python -m glm46 checkpoint``."""
 
 import argparse
 import json
@@ -7,48 +7,51 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm46.compute.distributed.ranks import ALONE
 from glm46.config.errors import UserError
-from glm46.storage.checkpoint.finite import stored_not_finite
+from glm46.config.printable import printable
+from glm46.files.durable import FileRecord
 from glm46.storage.checkpoint.folder_kind import Kind, checkpoint_folders, kind_of, require_kind
 from glm46.storage.checkpoint.integrity import (
     META,
     check_files,
     check_hash,
+    has_undated_loss,
     published_steps,
     read_manifest,
+    read_meta,
     records_of,
     step_folder,
     step_of,
 )
-from glm46.storage.checkpoint.metadata import METADATA, read_checked_metadata, tensor_entries
 from glm46.storage.checkpoint.publish import Retention, remove, steps_to_remove
 
 _EXIT_DAMAGED = 1
 _LONGEST_SHOWN = 200
-"""Characters of a value of the meta; longer values are only counted."""
+"""Maximum characters shown of a value in the meta; for longer values only the length is printed."""
 
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """One published checkpoint, from its manifest and meta. Fields are None where these cannot be read."""
+    """One published checkpoint, from its manifest and meta. Fields that cannot be read are None."""
 
     path: Path
     step: int
     faults: tuple[str, ...]
     """Empty when the checkpoint is complete."""
     bytes: int | None = None
-    """All files but the manifest."""
+    """Size of all files except the manifest."""
     saved_at: float | None = None
     """Seconds since the epoch."""
     tokens: int | None = None
     validation_loss: float | None = None
+    is_loss_undated: bool = False
+    """True if an earlier version saved the loss, which may have been measured at an earlier step."""
     is_good: bool = False
     """True if the last step was applied, not skipped."""
 
 
 def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
-    """The published checkpoints of a folder, oldest first. Changes no file.
+    """Summarise the published checkpoints of a folder, oldest first. Changes no file.
 
     Args:
         folder: the checkpoint folder of a run, its dump folder, or one step folder.
@@ -57,12 +60,16 @@ def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
     Raises:
         UserError: the folder is absent, or has no checkpoint.
     """
-    stated = step_of(folder.absolute())
-    if stated is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):
-        folders = [(folder, stated)]
+    folder_step = step_of(folder.absolute())
+    if folder_step is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):
+        folders = [(folder, folder_step)]
     else:
         require_kind(folder, Kind.STEPS, Kind.RUN)
-        folders = [(step_folder(of, step), step) for of in checkpoint_folders(folder) for step in published_steps(of)]
+        folders = [
+            (step_folder(steps_folder, step), step)
+            for steps_folder in checkpoint_folders(folder)
+            for step in published_steps(steps_folder)
+        ]
     return [_summary(path, step, read_contents) for path, step in folders]
 
 
@@ -73,9 +80,8 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
     records = records_of(body)
     faults = check_files(path, body)
     if read_contents and not faults:
-        faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
-        faults = faults or stored_not_finite(path, records, ALONE)
-    meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
+        faults = _content_faults(path, records)
+    meta = {} if check_hash(path / META, records[META]) else read_meta(path)
     return CheckpointSummary(
         path,
         step,
@@ -84,28 +90,42 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
         saved_at=body["saved_at"],
         tokens=meta.get("progress", {}).get("tokens"),
         validation_loss=body["validation_loss"],
+        is_loss_undated=has_undated_loss(body),
         is_good=body.get("good", True),
     )
 
 
+def _content_faults(path: Path, records: dict[str, FileRecord]) -> list[str]:
+    """Return the faults in the bytes and the values of a checkpoint's files."""
+    # Imported here: these import torch, which takes seconds and which a plain list does not need.
+    from glm46.compute.distributed.ranks import ALONE
+    from glm46.storage.checkpoint.finite import stored_not_finite
+
+    faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
+    return faults or stored_not_finite(path, records, ALONE)
+
+
 def list_steps(arguments: argparse.Namespace) -> int:
-    """Print a line for each checkpoint of a folder. Returns the exit code."""
+    """Print a line for each checkpoint of a folder. Return the exit code."""
     summaries = summarise(arguments.folder, read_contents=arguments.read_contents)
     print(f"{'step':>10} {'saved':19} {'tokens':>18} {'val. loss':>9} {'size':>10}  state")
     for summary in summaries:
         _print_summary(summary, "verified" if arguments.read_contents else "complete")
+    if any(summary.is_loss_undated for summary in summaries):
+        print("?: saved by an earlier version; the loss may have been measured at an earlier step")
     return _EXIT_DAMAGED if any(summary.faults for summary in summaries) else 0
 
 
 def _print_summary(summary: CheckpointSummary, good: str) -> None:
     saved = "-" if summary.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.saved_at))
     tokens = "-" if summary.tokens is None else f"{summary.tokens:,}"
-    loss = "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}"
+    mark = "?" if summary.is_loss_undated else ""
+    loss = "-" if summary.validation_loss is None else f"{summary.validation_loss:.4f}{mark}"
     size = "-" if summary.bytes is None else _size(summary.bytes)
     state = "DAMAGED" if summary.faults else good if summary.is_good else f"{good}, but its last step was skipped"
     print(f"{summary.step:>10} {saved:19} {tokens:>18} {loss:>9} {size:>10}  {state}")
     for fault in summary.faults:
-        print(f"{'':>10} {fault}")
+        print(f"{'':>10} {printable(fault)}")
 
 
 def _size(count: int | None) -> str:
@@ -115,12 +135,15 @@ def _size(count: int | None) -> str:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the meta and the tensors of a checkpoint. Returns the exit code."""
+    """Print the meta and the tensors of a checkpoint. Return the exit code."""
     require_kind(arguments.folder, Kind.STEP)
+    # Imported here: it imports torch.
+    from glm46.storage.checkpoint.metadata import METADATA, read_checked_metadata, tensor_entries
+
     body, faults = read_manifest(arguments.folder, step_of(arguments.folder.absolute()))
     metadata = None
     if body is not None:
-        records, meta_file = records_of(body), arguments.folder / META
+        records = records_of(body)
         faults = check_files(arguments.folder, body) or [
             fault for name in (META, METADATA) for fault in check_hash(arguments.folder / name, records[name])
         ]
@@ -128,30 +151,35 @@ def show(arguments: argparse.Namespace) -> int:
             metadata, faults = read_checked_metadata(arguments.folder, records)
     if metadata is None:
         raise UserError(*faults)
-    for key, value in json.loads(meta_file.read_bytes()).items():
+    for key, value in read_meta(arguments.folder).items():
         text = value if isinstance(value, str) else json.dumps(value)
         if "\n" in text or len(text) > _LONGEST_SHOWN:
-            text = f"{len(text):,} characters, in {meta_file}"
-        print(f"{key:20} {text}")
-    entries, total = tensor_entries(metadata), 0
+            text = f"{len(text):,} characters, in {arguments.folder / META}"
+        print(printable(f"{key:20} {text}"))
+    entries = tensor_entries(metadata)
+    total = 0
     width = max(map(len, entries), default=0)
     for name, entry in sorted(entries.items()):
         dtype = entry.properties.dtype
         nbytes = math.prod(entry.size) * dtype.itemsize
         total += nbytes
-        shape, kind = " x ".join(map(str, entry.size)) or "scalar", str(dtype).removeprefix("torch.")
-        print(f"{name:{width}}  {kind:9} {shape:24} {_size(nbytes):>10}  {len(entry.chunks)} part(s)")
+        shape = " x ".join(map(str, entry.size)) or "scalar"
+        kind = str(dtype).removeprefix("torch.")
+        print(f"{printable(name):{width}}  {kind:9} {shape:24} {_size(nbytes):>10}  {len(entry.chunks)} part(s)")
     print(f"{len(entries)} tensors, {_size(total)}")
     return 0
 
 
 def prune(arguments: argparse.Namespace) -> int:
-    """Remove old checkpoints, or say which. Returns the exit code."""
+    """Remove old checkpoints, or print which would be removed. Return the exit code."""
     require_kind(arguments.folder, Kind.STEPS)
     rule = Retention(arguments.keep_latest_k, arguments.keep_every, arguments.keep_best_k)
-    complete = {one.step: one for one in summarise(arguments.folder, read_contents=False) if not one.faults}
-    losses = {step: one.validation_loss for step, one in complete.items()}
-    removed = steps_to_remove(losses, rule, doubtful=[step for step, one in complete.items() if not one.is_good])
+    summaries = summarise(arguments.folder, read_contents=False)
+    complete = {summary.step: summary for summary in summaries if not summary.faults}
+    losses = {step: summary.validation_loss for step, summary in complete.items()}
+    doubtful = [step for step, summary in complete.items() if not summary.is_good]
+    undated = [step for step, summary in complete.items() if summary.is_loss_undated]
+    removed = steps_to_remove(losses, rule, doubtful=doubtful, undated=undated)
     if not removed:
         print("nothing to remove")
         return 0

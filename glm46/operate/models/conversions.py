@@ -14,7 +14,7 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError, raise_if
-from glm46.config.loader import dump_config, stored_config
+from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
@@ -23,10 +23,12 @@ from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
 from glm46.run.curriculum import describe_attention
-from glm46.run.function import capacity_lines
+from glm46.run.function import capacity_lines, config_of_meta
 from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
+from glm46.storage.checkpoint.stored_values import DiskTensor, StepTensors
+from glm46.storage.checkpoint.write_model import write_model
 from glm46.storage.data.tokenizer import TOKENIZER_KEY
 from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
@@ -38,15 +40,17 @@ from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, has_repeats
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
-from glm46.storage.huggingface.step_tensors import StepTensors, write_model
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
 _HF_CONFIG = "hf_config"
-"""Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
+"""Key in a checkpoint's meta: config.json of the imported weights, so that an export keeps unknown fields."""
+_HF_REPEATS = "hf_repeats"
+"""Key in a checkpoint's meta: whether the imported folder repeats embedding and head in its prediction layers; an
+export then repeats them too."""
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Run the conversion that the options name; returns the exit code. Raises UserError if it is impossible."""
+    """Run the conversion that the options name; return the exit code. Raises UserError if it is impossible."""
     kinds = (_to_hf, _from_hf, _from_dcp, _adapter_to_hf, _merge)
     run = {kind.__name__.removeprefix("_"): kind for kind in kinds}
     try:
@@ -64,36 +68,48 @@ def _to_hf(arguments: argparse.Namespace) -> int:
                 f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the "
                 f"new one with --dtype, such as {', '.join(SCHEMES)}"
             )
-        shape, folder = stored_shape(arguments.checkpoint), arguments.checkpoint
-        model = StoredModel(shape, str(folder), None, _flavor_of(shape, has_repeats(find_tensors(folder), shape)))
+        folder = arguments.checkpoint
+        shape = stored_shape(folder)
+        repeats = has_repeats(find_tensors(folder), shape)
+        model = StoredModel(shape, str(folder), None, _flavor_of(shape, repeats))
         with FolderReader(folder, shape) as reader:
-            return _export(arguments, reader, model, read_config(folder))
+            return _export(arguments, reader.tensors(), model, read_config(folder), repeats=repeats)
     tensors = StepTensors(arguments.checkpoint)
-    config, raw = stored_config(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
+    config = config_of_meta(tensors.meta, arguments.checkpoint)
+    raw = tensors.meta.get(_HF_CONFIG)
     shape, temperature = tensors.function
     if config.adapter is not None:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
     table = whole_model(arguments.checkpoint, tensors.meta["config"])
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
     model = StoredModel(shape, table.tokenizer_path, tensors.meta.get(TOKENIZER_KEY), table.flavor)
-    code = _export(arguments, tensors, model, raw, temperature)
+    repeats = tensors.meta.get(_HF_REPEATS, table.flavor in REPEATING)
+    code = _export(arguments, tensors, model, raw, temperature, repeats=repeats)
     for line in capacity_lines(config.moe, "what reads this folder"):
         _report(line)
     return code
 
 
 def _export(
-    arguments: argparse.Namespace, source: StepTensors | FolderReader, model: StoredModel, raw: dict[str, Any] | None,
+    arguments: argparse.Namespace,
+    tensors: Mapping[str, DiskTensor],
+    model: StoredModel,
+    raw: dict[str, Any] | None,
     router_temperature: float = 1.0,
-) -> int:  # fmt: skip
-    """Write a Hugging Face folder; returns the exit code."""
-    shape, dtype = model.shape, arguments.dtype or "bfloat16"
-    repeat_shared = arguments.mtp_copies or model.flavor in REPEATING
-    names, tokenizer = HFNames(shape, repeat_shared=repeat_shared), model.tokenizer(arguments.tokenizer)
+    *,
+    repeats: bool,
+) -> int:
+    """Write a Hugging Face folder; return the exit code. With ``repeats``, embedding and head are written in the
+    prediction layers too, even without --mtp-copies."""
+    shape = model.shape
+    dtype = arguments.dtype or "bfloat16"
+    repeat_shared = arguments.mtp_copies or repeats
+    names = HFNames(shape, repeat_shared=repeat_shared)
+    tokenizer = model.tokenizer(arguments.tokenizer)
     if arguments.config:
         raw = read_config(arguments.config)
         shape_of(raw, str(arguments.config / CONFIG))  # raises faults that name the file
-    stored = {name: source.stored(name) for name in names.entries}
+    stored = {name: tensors[name] for name in names.entries}
     options = ExportOptions(
         dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
         scheme=SCHEMES.get(dtype),
@@ -110,7 +126,10 @@ def _export(
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     out = arguments.output
     print(f"{out}: {size:,} bytes of weights in {dtype}")
-    print(f"to serve it: vllm serve {out}, or python -m sglang.launch_server --model-path {out}; docs/deployment.md")
+    print(
+        f"to serve it: vllm serve {out} --host 127.0.0.1, or python -m sglang.launch_server --model-path {out}; "
+        "docs/deployment.md"
+    )
     if router_temperature != 1.0:
         print(f"router temperature of its last step: {router_temperature:g}; the gates are divided by it")
     if shape.rope_scaling is not None:
@@ -139,8 +158,8 @@ def _import(
     arguments: argparse.Namespace, source: Path, shape: ModelShape, raw: dict[str, Any], tokenizer: Path
 ) -> int:
     """Write the weights of a folder as step 0 of a checkpoint folder."""
-    if known := published_steps(arguments.output):
-        raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; name another folder")
+    if steps := published_steps(arguments.output):
+        raise UserError(f"{step_folder(arguments.output, steps[-1])}: exists already; name another folder")
     entries = HFNames(shape, repeat_shared=False).entries
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
@@ -154,7 +173,10 @@ def _import(
             report(tensor.nbytes)
 
         repeats = arguments.kind == "from_hf" and has_repeats(find_tensors(source), shape)
-        meta = {"config": dump_config(RunConfig(model=_table_of(shape, tokenizer, repeats))), _HF_CONFIG: raw}
+        config = RunConfig(model=_table_of(shape, tokenizer, repeats))
+        meta: dict[str, Any] = {"config": dump_config(config), _HF_CONFIG: raw}
+        if arguments.kind == "from_hf":
+            meta[_HF_REPEATS] = repeats
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
     return 0
@@ -162,19 +184,23 @@ def _import(
 
 def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     tensors = StepTensors(arguments.checkpoint)
-    config = stored_config(tensors.meta["config"])
+    config = config_of_meta(tensors.meta, arguments.checkpoint)
     if (adapter := config.adapter) is None:
         raise UserError(f"{arguments.checkpoint}: holds a whole model, not adapters; use convert to-hf")
     base = str(config.checkpoint.initial_load_path)
-    stored = {name: tensors.stored(name) for name in tensors}
-    total = sum(tensor.nbytes for tensor in stored.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     base_files = next(iter(tensors.meta[BASES_KEY].values()))
     with bytes_progress("writing adapters", total, _report) as report:
         size = export_adapter(
-            arguments.output, tensors.function.shape, stored, scale=adapter.scale, base=base,
+            arguments.output,
+            tensors.function.shape,
+            tensors,
+            scale=adapter.scale,
+            base=base,
             origin=AdapterOrigin(base_files, adapter.base_dtype),
-            for_transformers_4=arguments.peft_for == "transformers-4", report=report,
-        )  # fmt: skip
+            for_transformers_4=arguments.peft_for == "transformers-4",
+            report=report,
+        )
     print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")
     if adapter.name == "dora":
         print(DORA_NOTE)
@@ -192,7 +218,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _table_of(shape: ModelShape, folder: Path, repeats: bool) -> ModelConfig:
-    """[model] of a shape: the nearest preset, the keys that differ from it, and the folder's tokenizer."""
+    """Return the [model] table of a shape: the nearest preset, the keys that differ from it, the folder's tokenizer."""
     flavor = _flavor_of(shape, repeats)
     return ModelConfig.model_validate(
         {"flavor": flavor, "tokenizer_path": str(real_path(folder))} | _differences(shape, flavor)
@@ -200,7 +226,7 @@ def _table_of(shape: ModelShape, folder: Path, repeats: bool) -> ModelConfig:
 
 
 def _flavor_of(shape: ModelShape, repeats: bool) -> str:
-    """The nearest preset; of presets with one shape the one that is published with repeats, or without."""
+    """Return the nearest preset. Among presets of equal shape, choose by whether they are published with repeats."""
     return min(PRESETS, key=lambda flavor: (len(_differences(shape, flavor)), (flavor in REPEATING) is not repeats))
 
 

@@ -1,4 +1,4 @@
-"""The options of ``python -m glm46 evaluate``, and their checks before ranks start; without torch."""
+"""Options of ``python -m glm46 evaluate``, and checks before ranks start. Does not import torch."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -12,11 +12,12 @@ from glm46.config.options import VerbParser, integer, positive, verb_parser, who
 from glm46.engine.evaluation.task_names import TASKS, USUAL_TASKS
 from glm46.operate.launch.ranks import add_model_options
 
-RESULTS, PICTURE = "evaluation.json", "evaluation.png"
+RESULTS = "evaluation.json"
+PICTURE = "evaluation.png"
 
 
 def evaluate_parser() -> VerbParser:
-    """The parser of the verb."""
+    """Create the parser of the verb."""
     parser = verb_parser(
         "evaluate",
         description="Measures a model on held-out text: its loss, its loss by position in long documents, and whether "
@@ -24,60 +25,83 @@ def evaluate_parser() -> VerbParser:
     )
     add_model_options(parser)
     parser.add_argument(
-        "--tasks", type=_tasks, default=USUAL_TASKS, metavar="NAMES",
+        "--tasks",
+        type=_tasks,
+        default=USUAL_TASKS,
+        metavar="NAMES",
         help=f"with commas: {','.join(TASKS)}, tasks of lm-eval such as gsm8k, and task files; default: "
         f"{','.join(USUAL_TASKS)}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--task-folder", type=Path, action="append", default=[], metavar="FOLDER",
+        "--task-folder",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
         help="of your own task files in lm-eval's format; again for more",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--fewshot", type=whole(0), metavar="N", help="examples before a question of lm-eval; default: as the task says"
+        "--fewshot",
+        type=whole(0),
+        metavar="N",
+        help="examples before a question of lm-eval; default: the task's own",
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="most documents of a task of lm-eval; default: all")
     parser.add_argument(
-        "--apply-chat-template", action="store_true",
+        "--apply-chat-template",
+        action="store_true",
         help="ask the questions of lm-eval in GLM's chat format, with its examples as earlier turns",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--fewshot-as-multiturn", action=argparse.BooleanOptionalAction,
+        "--fewshot-as-multiturn",
+        action=argparse.BooleanOptionalAction,
         help="with --apply-chat-template: examples as turns, or in the question; default: as turns",
-    )  # fmt: skip
+    )
     parser.add_argument("--system-instruction", metavar="TEXT", help="before each prompt of lm-eval")
     parser.add_argument(
-        "--thinking", action="store_true",
-        help="with --apply-chat-template: the model thinks first; what it writes behind its thought is judged",
-    )  # fmt: skip
+        "--thinking",
+        action="store_true",
+        help="with --apply-chat-template: the model thinks first; its text after the thought is judged",
+    )
     parser.add_argument(
         "--run-code", action="store_true", help="allow tasks that run what the model writes, such as humaneval"
     )
     parser.add_argument(
-        "--data", type=Path, action="append", default=[], metavar="FOLDER",
+        "--data",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
         help="a source that prepare has made; again for more; default: the sources of the checkpoint's config",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--lengths", type=_list_of(positive), metavar="N,N,…",
+        "--lengths",
+        type=_list_of(positive),
+        metavar="N,N,…",
         help="tokens of a row; default: once, twice and four times the training.seq_len of the checkpoint",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--depths", type=_list_of(_share), default=(0.0, 0.25, 0.5, 0.75, 1.0), metavar="X,X,…",
+        "--depths",
+        type=_list_of(_share),
+        default=(0.0, 0.25, 0.5, 0.75, 1.0),
+        metavar="X,X,…",
         help="places of the needle, from 0, the begin of the text, to 1; default: 0,0.25,0.5,0.75,1",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--samples", type=positive, default=32, metavar="N",
+        "--samples",
+        type=positive,
+        default=32,
+        metavar="N",
         help="most rows of each source (loss), documents (position), and rows of each length and depth (needle); "
         "default: 32",
-    )  # fmt: skip
-    parser.add_argument(
-        "--against", type=Path, metavar="FOLDER",
-        help="compare with this Hugging Face or step folder on the rows of loss: agreement, KL divergence, calibration",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=integer, default=0, help="another one takes other documents and needles")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER",
+        "--output",
+        type=Path,
+        metavar="FOLDER",
         help=f"write {RESULTS} and {PICTURE}; a call with the same folder computes only what is missing",
-    )  # fmt: skip
+    )
     return parser
 
 
@@ -85,9 +109,9 @@ def _tasks(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split(",")))
 
 
-def _list_of(one: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Type of an option: values with commas between them."""
-    return lambda text: tuple(one(part) for part in text.split(","))
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """Make an option type that parses comma-separated values."""
+    return lambda text: tuple(parse(part) for part in text.split(","))
 
 
 def _share(text: str) -> float:
@@ -103,12 +127,10 @@ _OF_TASKS = ("task_folder", "fewshot", "limit", "run_code", *_OF_CHATS)
 
 
 def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
-    """The folders of ``--data`` by their names. Raises UserError if one is missing, two have one name, or an option
-    has no effect."""
+    """Return the folders of ``--data`` by name. Raises UserError if a folder is missing, two have the same name, or an
+    option has no effect."""
     if not arguments.apply_chat_template and (arguments.thinking or arguments.fewshot_as_multiturn):
         raise UserError("--thinking and --fewshot-as-multiturn: belong to --apply-chat-template; add it")
-    if arguments.against is not None and "loss" not in arguments.tasks:
-        raise UserError(f"--against {arguments.against}: compares on the rows of loss; add loss to --tasks")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
         raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
     if set(arguments.tasks) <= set(TASKS):
@@ -123,24 +145,24 @@ def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 _LENGTHS = (1024, 2048, 4096)
-"""Of a model whose training is unknown."""
+"""Default row lengths for a model whose training is unknown."""
 
 
 def check_evaluation(arguments: argparse.Namespace, sources: Mapping[str, Path]) -> None:
-    """Check what the ranks would refuse: folders, degrees, memory, and rows that the model cannot take. Of a model of
-    the hub, what config.json tells.
+    """Check what the ranks would refuse: folders, degrees, memory, and rows that the model cannot take. For a model on
+    the Hub, only what config.json shows is checked.
 
     Raises:
         UserError: the model cannot be evaluated on this machine with these options.
     """
     # Imported here: --help needs no numpy.
+    from glm46.engine.inference.stored_model import warn_of_other_tokenizer
     from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
     from glm46.storage.data.manifest import load_manifest
 
     folder = arguments.model or arguments.checkpoint
     if (model := find_model(folder)) is None:
         return
-    shapes = [model.shape]
     if "drafts" in arguments.tasks:
         require_prediction(model.shape, folder)
     row_lengths(arguments.lengths, None, model.shape.max_position_embeddings)
@@ -149,35 +171,34 @@ def check_evaluation(arguments: argparse.Namespace, sources: Mapping[str, Path])
         from glm46.storage.chats.chat_template import raise_for_source  # needs jinja2, which options do not
 
         tokenizer = model.tokenizer(arguments.tokenizer)
+        warn_of_other_tokenizer(model, arguments.tokenizer)
         for manifest in manifests:
             manifest.require_tokenizer(tokenizer.fingerprint)
             raise_for_source(manifest, tokenizer)
-    if arguments.against is not None and (other := find_model(arguments.against)) is not None:
-        shapes.append(other.shape)
-    require_fit(arguments, shapes, drafts="drafts" in arguments.tasks)
+    require_fit(arguments, model.shape, drafts="drafts" in arguments.tasks)
 
 
 def require_prediction(shape: ModelShape, folder: Path) -> None:
-    """Raise UserError if a model has no prediction layers, which the task drafts measures."""
+    """Raise UserError if the model has no prediction layers, which the task drafts measures."""
     if not shape.num_nextn_predict_layers:
         raise UserError(f"--tasks drafts: {folder} has no prediction layers; take another task, or another folder")
 
 
-def row_lengths(stated: tuple[int, ...] | None, window: int | None, positions: int) -> tuple[int, ...]:
-    """Lengths of rows, the stated or the usual ones.
+def row_lengths(configured: tuple[int, ...] | None, window: int | None, positions: int) -> tuple[int, ...]:
+    """Return the configured row lengths, or the default ones.
 
     Args:
-        window: longest sequence of the training, if it is known.
-        positions: of the model.
+        window: longest sequence of the training; None if unknown.
+        positions: maximum positions of the model.
 
     Raises:
-        UserError: a stated one is longer than the model's positions.
+        UserError: a configured length exceeds the model's positions.
     """
-    too_long = [length for length in stated or () if length > positions]
+    too_long = [length for length in configured or () if length > positions]
     if too_long:
         raise UserError(
             f"--lengths {','.join(map(str, too_long))}: the model has {positions} positions (max_position_embeddings); "
             "take at most that"
         )
     usual = _LENGTHS if window is None else (window, 2 * window, 4 * window)
-    return stated or tuple(length for length in usual if length <= positions) or (positions,)
+    return configured or tuple(length for length in usual if length <= positions) or (positions,)

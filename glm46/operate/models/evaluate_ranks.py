@@ -1,7 +1,6 @@
 """The work of ``python -m glm46 evaluate`` on one rank."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -9,13 +8,12 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
-from glm46.config.loader import stored_config
-from glm46.engine.evaluation.against import Against, Drafts, compare, draft_scores
 from glm46.engine.evaluation.answers import Answers
+from glm46.engine.evaluation.drafts import Drafts, draft_scores
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position
@@ -29,8 +27,9 @@ from glm46.files.progress import tokens_progress
 from glm46.operate.models.evaluate_options import PICTURE, RESULTS, require_prediction, row_lengths
 from glm46.operate.models.loaded_model import digest, files_of, load_model, on_all_ranks
 from glm46.run.curriculum import plan_stages
+from glm46.run.function import config_of_meta
 from glm46.storage.chats.chat_template import find_format, raise_for_source
-from glm46.storage.checkpoint.integrity import META
+from glm46.storage.checkpoint.integrity import read_meta
 from glm46.storage.data.manifest import Manifest, load_manifest
 
 
@@ -40,19 +39,21 @@ class _Training(NamedTuple):
     window: int | None = None
     """Longest sequence so far."""
     seq_len: int | None = None
-    """Of its validation."""
+    """Sequence length of the validation."""
     document_mask: bool = False
     sources: Mapping[str, Path] = MappingProxyType({})
 
 
 def evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
-    """Evaluate on this rank. Collective."""
+    """Run the evaluation on this rank. Collective."""
     work = on_all_ranks(lambda: _read(arguments, sources))
-    is_first, results, training = work.loaded.mesh.rank == 0, work.results, work.training
+    is_first = work.loaded.mesh.rank == 0
+    results = work.results
+    training = work.training
     if work.loaded.mesh.layout.world_size > 1:
         results.share()
     total = sum(row.length for measure in work.measures.values() for row in results.missing(measure))
-    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     try:
         with (
             tokens_progress("evaluating", total, partial(print, file=sys.stderr))
@@ -60,23 +61,23 @@ def evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
             else nullcontext(lambda _: None)
         ) as advance:
             for task, measure in work.measures.items():
-                score: Any = {"against": partial(compare, cast(Loaded, work.other)), "drafts": draft_scores}.get(task)
-                found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance, score)
-        if work.other is not None:
-            found["against"]["other"] = str(arguments.against)
+                measure_score = draft_scores if task == "drafts" else None
+                scores[task] = measure_rows(
+                    work.loaded, measure, results, training.document_mask, advance, measure_score
+                )
         if work.has_standard:
-            found["standard"] = on_all_ranks(lambda: _standard(work))
+            scores["standard"] = on_all_ranks(lambda: _standard(work))
     finally:
-        results.save(found)
+        results.save(scores)
     if not is_first:
         return
-    for task, result in found.items():
+    for task, result in scores.items():
         print("\n".join(table(task, result, training.window)), end="\n\n")
-    _show(arguments, found, training.window)
+    _show(arguments, scores, training.window)
 
 
 def _standard(work: "_Work") -> dict[str, Any] | None:
-    """The result of standard tasks on rank 0; on other ranks None. Collective."""
+    """Run the lm-eval tasks: return the result on rank 0, None on the other ranks. Collective."""
     answers = Answers(work.loaded, work.results)
     if work.standard is None:
         answers.follow()
@@ -84,9 +85,11 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
     from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 
     model, tokenizer, _ = work.loaded
-    positions, keys, form = model.shape.max_position_embeddings, work.standard.keys, work.standard.form
+    positions = model.shape.max_position_embeddings
     try:
-        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys, thinking=form.thinking))
+        return run_tasks(
+            work.standard, LmEvalModel(answers, tokenizer, positions, thinking=work.standard.form.thinking)
+        )
     finally:
         answers.end()
 
@@ -95,19 +98,17 @@ class _Work(NamedTuple):
     """The work of one call."""
 
     loaded: Loaded
-    other: Loaded | None
-    """Of ``--against``."""
     training: _Training
     measures: dict[str, Measure]
     results: Results
-    """With a file on rank 0."""
+    """Stored in a file on rank 0 only."""
     has_standard: bool
     standard: StandardTasks | None
-    """On rank 0."""
+    """None on ranks other than 0."""
 
 
 def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
-    """The model, the measures and earlier results. Collective."""
+    """Load the model, the measures and earlier results. Collective."""
     standard = _find_standard(arguments)
     loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
     model, tokenizer, mesh = loaded
@@ -117,7 +118,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
         require_prediction(model.shape, arguments.model or arguments.checkpoint)
     training = _training(arguments.checkpoint)
     if set(arguments.tasks).isdisjoint(TASKS):
-        sources, training = {}, training._replace(sources={})
+        sources = {}
+        training = training._replace(sources={})
     try:
         manifests = {name: load_manifest(folder) for name, folder in (sources or training.sources).items()}
     except UserError as error:
@@ -127,56 +129,43 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
         raise_for_source(manifest, tokenizer)
     lengths = row_lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
     measures = _measures(arguments, manifests, loaded, training, lengths)
-    other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
-    if other is not None:
-        measures["against"] = Against(cast(Loss, measures["loss"]), digest(files_of([arguments.against])))
-    held_out = ([shard.sha256 for shard in one.splits["validation"].shards] for one in manifests.values())
+    held_out = ([shard.sha256 for shard in manifest.splits["validation"].shards] for manifest in manifests.values())
     text = [tokenizer.fingerprint, training.document_mask, *held_out]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     identity: dict[str, Any] = {"text": digest(text), "dtype": dtype}
     if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
         identity["router_temperature"] = model.router_temperature
     results = _open_results(arguments, identity, keeps=mesh.rank == 0)
-    return _Work(loaded, other, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
-
-
-def _other(arguments: argparse.Namespace, loaded: Loaded, length: int) -> Loaded:
-    """The model of ``--against``, on the same ranks. Collective. Raises UserError if it cannot be compared."""
-    stated = vars(arguments) | {"model": arguments.against, "checkpoint": None, "adapter": None}
-    other = load_model(argparse.Namespace(**stated), drafts=False)
-    known, found = ((one.tokenizer.fingerprint, one.model.shape.vocab_size) for one in (loaded, other))
-    if found != known:
-        raise UserError(f"--against {arguments.against}: has another tokenizer or vocab_size; give one with the same")
-    if length > (positions := other.model.shape.max_position_embeddings):
-        raise UserError(
-            f"--against {arguments.against}: has {positions} positions (max_position_embeddings), but rows of loss "
-            f"have {length} tokens; give a model with at least as many"
-        )
-    return other
+    return _Work(loaded, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
 
 
 def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
-    """The tasks of lm-eval, on rank 0; None on others, or if there are none."""
+    """Find the requested lm-eval tasks on rank 0; None on other ranks, or without such tasks."""
     names = [name for name in arguments.tasks if name not in TASKS]
     if not names:
         return None
     if launched_world_size() is not None and launched_rank() != 0:
         return None
-    stated = {name: getattr(arguments, name) for name in PromptForm._fields}
-    if stated["fewshot_as_multiturn"] is None:
-        stated["fewshot_as_multiturn"] = arguments.apply_chat_template
+    form = {name: getattr(arguments, name) for name in PromptForm._fields}
+    if form["fewshot_as_multiturn"] is None:
+        form["fewshot_as_multiturn"] = arguments.apply_chat_template
     return find_tasks(
-        names, arguments.task_folder, fewshot=arguments.fewshot, limit=arguments.limit, run_code=arguments.run_code,
-        form=PromptForm(**stated),
-    )  # fmt: skip
+        names,
+        arguments.task_folder,
+        fewshot=arguments.fewshot,
+        limit=arguments.limit,
+        run_code=arguments.run_code,
+        form=PromptForm(**form),
+    )
 
 
 def _training(checkpoint: Path | None) -> _Training:
     if checkpoint is None:
         return _Training()
-    meta = json.loads((checkpoint / META).read_bytes())
-    config = stored_config(meta["config"])
-    stages, samples = plan_stages(config), meta["progress"]["samples"]
+    meta = read_meta(checkpoint)
+    config = config_of_meta(meta, checkpoint)
+    stages = plan_stages(config)
+    samples = meta["progress"]["samples"]
     return _Training(
         window=max((stage.seq_len for stage in stages if stage.first < samples), default=stages[0].seq_len),
         seq_len=config.training.seq_len,
@@ -192,16 +181,21 @@ def _measures(
     training: _Training,
     lengths: tuple[int, ...],
 ) -> dict[str, Measure]:
-    """The tasks, in the order of `TASKS`."""
-    tokenizer, depths = loaded.tokenizer, loaded.model.shape.num_nextn_predict_layers
+    """Create the measures of the requested tasks, in the order of `TASKS`."""
+    tokenizer = loaded.tokenizer
+    depths = loaded.model.shape.num_nextn_predict_layers
     usual: dict[str, Any] = {"samples": arguments.samples, "seed": arguments.seed}
-    of_loss = partial(
-        Loss, manifests, tokenizer, length=training.seq_len or min(lengths), samples=arguments.samples,
+    make_loss = partial(
+        Loss,
+        manifests,
+        tokenizer,
+        length=training.seq_len or min(lengths),
+        samples=arguments.samples,
         document_mask=training.document_mask,
-    )  # fmt: skip
+    )
     make: dict[str, Callable[[], Measure]] = {
-        "loss": of_loss,
-        "drafts": lambda: Drafts(of_loss(mtp_depth=depths), depths),
+        "loss": make_loss,
+        "drafts": lambda: Drafts(make_loss(mtp_depth=depths), depths),
         "position": lambda: Position(manifests, lengths=lengths, **usual),
         "needle": lambda: Needle(manifests, tokenizer, lengths=lengths, depths=arguments.depths, **usual),
     }
@@ -209,8 +203,8 @@ def _measures(
 
 
 def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, keeps: bool) -> Results:
-    """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed. Without ``keeps`` no
-    file is read or written."""
+    """Open the results of an earlier call, or empty ones. ``identity`` is extended by the model and the seed. Without
+    ``keeps`` no file is read or written."""
     folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
     names = " + ".join(str(folder.absolute()) for folder in folders)
     identity |= {"model": f"{names} {digest(files_of(folders))}", "seed": arguments.seed}
@@ -223,19 +217,19 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     return Results(arguments.output / RESULTS, identity)
 
 
-def _show(arguments: argparse.Namespace, found: Mapping[str, Any], window: int | None) -> None:
-    """Print the files that were written, and draw the picture."""
+def _show(arguments: argparse.Namespace, scores: Mapping[str, Any], window: int | None) -> None:
+    """Print the names of the written files, and draw the picture."""
     if arguments.output is None:
         return
     print(arguments.output / RESULTS)
-    if not found.keys() & {"position", "needle"}:
+    if not scores.keys() & {"position", "needle"}:
         return
     if find_spec("matplotlib") is None:
         print(f"no {PICTURE}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
         return
     picture = arguments.output / PICTURE
     try:
-        draw(found, str(arguments.model or arguments.checkpoint), window, picture)
+        draw(scores, str(arguments.model or arguments.checkpoint), window, picture)
     except OSError as error:
         raise UserError(f"{picture}: {error.strerror}; make room, or give another --output folder") from error
     print(picture)

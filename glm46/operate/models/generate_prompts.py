@@ -1,15 +1,20 @@
-"""The prompts of ``python -m glm46 generate`` as tokens, and the checks before ranks start; without torch."""
+"""Converts the prompts of ``python -m glm46 generate`` to tokens, and checks options before ranks start. Does not
+import torch."""
 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
+from glm46.engine.inference.stored_model import warn_of_other_tokenizer
+from glm46.operate.launch.ranks import degrees_of, processes
 from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
+from glm46.run.layout import generation_layout
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts
 from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
@@ -34,10 +39,10 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     if arguments.temperature == 0.0 and filters:
         faults.append("--top-k, --top-p and --min-p choose what is sampled from; set a --temperature above 0")
     texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}
-    for option, given in texts.items():
+    for option, values in texts.items():
         faults += [
             f"{option} {text!r}: contains bytes that are not UTF-8; convert the text, or set LC_ALL=C.UTF-8"
-            for text in given
+            for text in values
             # Python decodes such bytes of the command line to surrogates.
             if any("\ud800" <= letter <= "\udfff" for letter in text)
         ]
@@ -51,8 +56,8 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
 
 
 def check_generation(arguments: argparse.Namespace) -> None:
-    """Check what the ranks would refuse: folder, degrees, memory and prompts. Of a model of the hub, what config.json
-    tells.
+    """Check what the ranks would refuse: folder, degrees, memory and prompts. For a model on the Hub, only what
+    config.json shows is checked.
 
     Raises:
         UserError: the model cannot run on this machine with these options.
@@ -60,19 +65,30 @@ def check_generation(arguments: argparse.Namespace) -> None:
     folder = arguments.model or arguments.checkpoint
     if (model := find_model(folder)) is None:
         return
-    rows, longest = max(len(arguments.prompt), 1), 1
+    rows = max(len(arguments.prompt), 1)
+    longest = 1
     if not is_on_hub(folder) and not is_on_hub(arguments.tokenizer):
         prompts, _ = read_prompts(arguments, model.tokenizer(arguments.tokenizer), model.shape)
+        warn_of_other_tokenizer(model, arguments.tokenizer)
         longest = max(map(len, prompts), default=longest)
     raise_for_length([range(longest)], arguments.max_new_tokens, model.shape.max_position_embeddings)
     length = longest + arguments.max_new_tokens
-    require_fit(arguments, [model.shape], drafts=arguments.speculative, rows=rows, length=length)
+    require_fit(arguments, model.shape, drafts=arguments.speculative, rows=rows, length=length)
+    count = processes(arguments)
+    replicas = generation_layout(degrees_of(arguments, model.shape, count), count).dp_degree
+    if replicas > rows:
+        print(
+            f"{count} processes hold {replicas} copies of the model, for {counted(rows, 'prompt')}: "
+            f"{replicas - rows} of them have nothing to do; give more prompts, raise a degree such as "
+            "--tensor-parallel-degree, or lower --nproc",
+            file=sys.stderr,
+        )
 
 
 def read_prompts(
     arguments: argparse.Namespace, tokenizer: Tokenizer, shape: ModelShape
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """The prompts, and the ids that end a text.
+    """Return the prompts as token ids, and the ids that end a text.
 
     Raises:
         UserError: the tokenizer has no chat template, the model has no prediction layers or too few positions, or a
@@ -86,9 +102,10 @@ def read_prompts(
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
     empty = [
-        f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1)
+        f"--prompt {number} of {len(prompts)} is empty"
+        for number, ids in enumerate(prompts, 1)
         if not ids or arguments.chat and not arguments.prompt[number - 1].strip()
-    ]  # fmt: skip
+    ]
     if empty:
         raise UserError(*(f"{fault}; give some text" for fault in empty))
     if prompts:
@@ -115,7 +132,7 @@ def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> l
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int:
-    """Id of a special token, by its name, or of a text that is exactly one token."""
+    """Return the id of a special token by its name, or of a text that is exactly one token."""
     if text in tokenizer.special:
         return tokenizer.special[text]
     ids = tokenizer.encode(text).tolist()
@@ -125,10 +142,10 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
 
 
 def read_tools(file: Path) -> tuple[Mapping, ...]:
-    """The descriptions of tools in a JSON file, as the model is shown them.
+    """Read the descriptions of tools, as the model is shown them, from a JSON file.
 
     Raises:
-        UserError: the file is missing, or no list of functions with names.
+        UserError: the file is missing, or is not a list of functions with names.
     """
     remedy = 'give a list such as [{"type": "function", "function": {"name": "now", "parameters": {}}}]'
     try:

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.transformer import Transformer
@@ -23,28 +23,35 @@ def generate(arguments: argparse.Namespace) -> None:
     if mesh.rank == 0:
         print(_attention(model), file=sys.stderr)
     rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
-    share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
-    mine = rows[mesh.row_group * share :][:share]
-    generation = _generation(arguments, Loaded(model, tokenizer, mesh), mine, stop)
+    share = -(-len(rows) // mesh.layout.dp_degree)  # rows per data-parallel rank; the last ranks may have fewer
+    local_rows = rows[mesh.row_group * share :][:share]
+    generation = _generation(arguments, Loaded(model, tokenizer, mesh), local_rows, stop)
     if mesh.rank == 0:
-        Display(generation, mine, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
+        Display(generation, local_rows, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
     else:
         generation.run()
-        mesh.gather_rows([one.text(stop) for one in mine])
+        mesh.gather_rows([row.text(stop) for row in local_rows])
 
 
 def chat(arguments: argparse.Namespace) -> None:
-    """Talk in the terminal, in one process."""
+    """Run a chat in the terminal, in one process."""
     loaded, _, stop = _read(arguments)
     positions = loaded.model.shape.max_position_embeddings
 
-    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
+    def answer(prompt: list[int]) -> tuple[Continuation, Generation]:
         raise_for_length([prompt], arguments.max_new_tokens, positions)
-        one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
-        return one, _generation(arguments, loaded, [one], stop, is_stopped)
+        continuation = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
+        return continuation, _generation(arguments, loaded, [continuation], stop)
 
-    said = arguments.system, arguments.tools, arguments.thinking, arguments.keep_thoughts
-    TerminalChat(loaded.tokenizer, answer, stop, *said).run()
+    TerminalChat(
+        loaded.tokenizer,
+        answer,
+        stop,
+        system=arguments.system,
+        tools=arguments.tools,
+        thinks=arguments.thinking,
+        keeps_thoughts=arguments.keep_thoughts,
+    ).run()
 
 
 def _generation(
@@ -52,7 +59,6 @@ def _generation(
     loaded: Loaded,
     rows: Sequence[Continuation],
     stop: frozenset[int],
-    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Generation:
     return Generation(
         decoder_for(loaded.model, rows, drafts=arguments.speculative, mesh=loaded.mesh),
@@ -60,7 +66,6 @@ def _generation(
         sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
         stop=stop,
         vocab_size=loaded.tokenizer.vocab_size,
-        is_stopped=is_stopped,
     )
 
 
@@ -72,7 +77,7 @@ def _attention(model: Transformer) -> str:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], frozenset[int]]:
-    """The model, the prompts and the ids that end a text. Collective."""
+    """Load the model, the prompts and the ids that end a text. Collective."""
     loaded = load_model(arguments, drafts=arguments.speculative)
     model, tokenizer, _ = loaded
     prompts, stop = read_prompts(arguments, tokenizer, model.shape)

@@ -1,7 +1,7 @@
-"""Folders of shards and first chats of a run as lines on a terminal or a page."""
+"""Prints folders of shards in a terminal."""
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,61 +9,36 @@ from rich.console import Console
 from rich.text import Text
 
 from glm46.config.faults import counted
-from glm46.config.options import require_writable
-from glm46.operate.models.chat_documents import (
-    ChatPart,
-    first_parts,
-    is_chat,
-    opened_source,
-    sampled_parts,
-    shown_text,
-    write_page,
-)  # fmt: skip
+from glm46.config.printable import printable
+from glm46.operate.models.chat_documents import sampled_parts, shown_text
 from glm46.storage.chats.chat_format import made_in
 from glm46.storage.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import open_shard
-from glm46.storage.data.tokenizer import Tokenizer
-from glm46.storage.prepare.tally import Tally
+from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def show_folder(arguments: Namespace) -> None:
-    """Print what a folder of shards holds, and rows or documents of it.
+    """Print a summary of a folder of shards, and some of its rows or documents.
 
     Raises:
         UserError: the folder is not a source, is damaged, or was made with another tokenizer.
     """
     for line in describe(arguments.folder):
-        print(line)
-    manifest, tokenizer = opened_source(arguments.folder, arguments.tokenizer)
-    if not is_chat(manifest):
+        print(printable(line))
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    manifest = load_manifest(arguments.folder, full=False)
+    manifest.require_tokenizer(tokenizer.fingerprint)
+    if manifest.splits["train"].targets is None:
         for line in show_rows(manifest, tokenizer, rows=arguments.rows, seq_len=arguments.seq_len, seed=arguments.seed):
-            print(line)
+            print(printable(line))
         return
-    parts = sampled_parts(manifest, tokenizer, rows=arguments.rows, seed=arguments.seed)
-    _print(((tokenizer, part) for part in parts), arguments.seq_len)
-
-
-def show_first_chats(arguments: Namespace) -> None:
-    """Print the first conversations of a run or folder, or write them as a page; raises UserError if it has none."""
-    tally = Tally()
-    parts = first_parts(arguments.chat, arguments.tokenizer, arguments.rows, tally)
-    if arguments.html is not None:
-        require_writable("--html", arguments.html)
-        write_page(arguments.html, arguments.chat.name, parts, arguments.seq_len)
-        print(arguments.html)
-    else:
-        _print(parts, arguments.seq_len, tokens=True)
-    for line in tally.skipped():
-        print(line)
-
-
-def _print(parts: Iterable[tuple[Tokenizer, ChatPart]], most: int, *, tokens: bool = False) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    for tokenizer, part in parts:
-        console.print(Text(f"── {part.title}", "dim"))
-        console.print(shown_text(part, tokenizer, most=most, brackets=not console.is_terminal, tokens=tokens))
+    for part in sampled_parts(manifest, tokenizer, rows=arguments.rows, seed=arguments.seed):
+        text = shown_text(part, tokenizer, max_tokens=arguments.seq_len, brackets=not console.is_terminal)
+        console.print(Text(f"── {printable(part.title)}", "dim"))
+        console.print(text)
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -99,10 +74,10 @@ def describe(folder: Path) -> Iterator[str]:
 
 
 def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
-    """Yield rows of training tokens as text, with the boundaries of documents, as a run with this seq_len reads
-    them."""
+    """Yield rows of training tokens as text, with document boundaries, as a run with this seq_len reads them."""
     split = manifest.splits["train"]
-    stream, count = TokenStream(manifest.folder, split, manifest.vocab_size), max(1, split.tokens // seq_len)
+    stream = TokenStream(manifest.folder, split, manifest.vocab_size)
+    count = max(1, split.tokens // seq_len)
     for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
         tokens = np.empty(seq_len, np.int64)
         used, pieces = stream.read(row * seq_len, tokens)

@@ -1,4 +1,4 @@
-"""The model that the options of a verb name, on its ranks; see `model_options`."""
+"""Loads the model that a verb's options name onto its ranks; see `launch.ranks.add_model_options`."""
 
 import argparse
 import hashlib
@@ -18,13 +18,13 @@ from glm46.compute.distributed.process import join, leave
 from glm46.compute.distributed.process_control import die_with_parent
 from glm46.compute.distributed.ranks import ALONE
 from glm46.config.errors import UserError
-from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.engine.inference.loading import Loaded, load_on_mesh
 from glm46.engine.inference.model_mesh import ModelMesh, build_model_mesh
 from glm46.operate.launch.ranks import degrees_of
+from glm46.operate.models.model_fit import require_device
 from glm46.run.layout import generation_layout
-from glm46.storage.huggingface.adapter_origin import read_base_dtype, require_base
+from glm46.storage.huggingface.adapter_origin import other_base_dtype, require_base
 from glm46.storage.huggingface.peft_folder import AdapterFolder
 
 _JOIN_SECONDS = 300
@@ -33,16 +33,18 @@ _Result = TypeVar("_Result")
 
 
 def load_model(arguments: argparse.Namespace, *, drafts: bool = True) -> Loaded:
-    """The model of these options, its tokenizer and its mesh. Adapters are added with one rounding. Collective.
+    """Load the model of these options, with tokenizer and mesh. Adapters are merged with one rounding. Collective.
 
     Args:
-        drafts: with the prediction layers; one process always has them.
+        drafts: load the prediction layers; a single process always loads them.
 
     Raises:
         UserError: the device does not exist, a folder cannot be used, the adapter belongs to another base, or the
-            degrees do not fit.
+            parallel degrees do not fit.
     """
-    device = _device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device_name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_device(device_name, torch.cuda.device_count())
+    device = torch.device(device_name)
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     folder = arguments.model or arguments.checkpoint
     if arguments.adapter is not None:
@@ -51,37 +53,26 @@ def load_model(arguments: argparse.Namespace, *, drafts: bool = True) -> Loaded:
                 f"--adapter {arguments.adapter}: is added in one process only; merge it with convert adapter-to-hf"
             )
         require_base(folder, arguments.adapter, ALONE)
-        if base_dtype := read_base_dtype(arguments.adapter):
-            print(
-                f"{arguments.adapter}: was trained on a base in {base_dtype}, which {folder} is not: the values that "
-                "training computed with are in the folder that convert merge makes", file=sys.stderr,
-            )  # fmt: skip
+        if difference := other_base_dtype(arguments.adapter, folder, None):
+            remedy = "the values that training computed with are in the folder that convert merge makes"
+            print(f"{arguments.adapter}: {difference}: {remedy}", file=sys.stderr)
     loaded = load_on_mesh(
-        folder, lambda shape: mesh_of(arguments, shape, device.type), tokenizer=arguments.tokenizer, dtype=dtype,
-        device=device, drafts=drafts or not dist.is_initialized(),
-    )  # fmt: skip
+        folder,
+        lambda shape: mesh_of(arguments, shape, device.type),
+        tokenizer=arguments.tokenizer,
+        dtype=dtype,
+        device=device,
+        drafts=drafts or not dist.is_initialized(),
+    )
     if arguments.adapter is not None:
         with AdapterFolder(arguments.adapter, loaded.model.shape) as products, torch.no_grad():
             products.merge_into(dict(loaded.model.named_parameters()))
     return loaded
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name}: unknown device; use cpu, or cuda:0 for the first GPU") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: glm46 runs on cpu and cuda; use one of them")
-    gpus = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise UserError(f"--device {name}: torch finds {counted(gpus, 'GPU')} on this machine; use cpu")
-    return device
-
-
 @contextmanager
 def joined(timeout_seconds: int = _JOIN_SECONDS) -> Iterator[None]:
-    """The process group of the ranks, if this process is one of them."""
+    """Join the process group if this process was launched as a rank, and leave it at the end."""
     if launched_world_size() is None:
         yield
         return
@@ -94,22 +85,22 @@ def joined(timeout_seconds: int = _JOIN_SECONDS) -> Iterator[None]:
 
 
 def on_all_ranks(work: Callable[[], _Result]) -> _Result:
-    """The result of work on this process; on several ranks a UserError of one is raised on all. Collective."""
+    """Call ``work`` and return its result; with several ranks, a UserError on one is raised on all. Collective."""
     return run_on_all_ranks(work) if dist.is_initialized() else work()
 
 
 def mesh_of(arguments: argparse.Namespace, shape: ModelShape, device_type: str) -> ModelMesh:
-    """The ranks that hold a model by these options; see `degrees_of`. Collective."""
+    """Build the mesh of ranks that hold a model with these options; see `degrees_of`. Collective."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     return build_model_mesh(generation_layout(degrees_of(arguments, shape, size), size), rank, device_type)
 
 
 def files_of(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of each file."""
+    """Return name, size in bytes and modification time of each file in the folders."""
     files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
     return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
 
 
 def digest(content: Any) -> str:
-    """Short hash of JSON."""
+    """Return a short hash of a JSON value."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

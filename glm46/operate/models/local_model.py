@@ -1,9 +1,10 @@
 """A model in this process, for programs and notebooks: ``from glm46 import load``."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from glm46.engine.inference.generation import Continuation, Generation, decoder_
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.stored_model import stored_model
 from glm46.operate.launch.ranks import add_model_options
-from glm46.operate.models.counted_shape import CountedShape
 from glm46.operate.models.generate_prompts import raise_for_options, read_prompts
 from glm46.operate.models.loaded_model import load_model
 from glm46.operate.models.model_fit import require_fit
+from glm46.operate.models.python_arguments import python_call, require_type, show_value, texts, token_ids
+from glm46.run.counted_shape import CountedShape
 from glm46.storage.chats.chat import ChatOptions, render
 from glm46.storage.chats.conversation import BadConversation, parse_conversation
 from glm46.storage.data.batches import Batch, BatchBuilder
@@ -28,12 +30,18 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.hub import fetch_options
 from glm46.tasks.pretrain.next_token import count_targets, next_token_loss
 
+TokenIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
+"""Token ids, [S] or [B, S]."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class LocalModel:
-    """A whole model on one device, with its tokenizer; `load` makes it."""
+    """A complete model on one device with its tokenizer; created by `load`."""
 
     def __init__(self, module: Transformer, tokenizer: Tokenizer):
-        self.module, self.tokenizer = module, tokenizer
+        self.module = module
+        self.tokenizer = tokenizer
         self.shape = CountedShape.model_validate(module.shape.model_dump())
         self.device = next(module.parameters()).device
 
@@ -41,61 +49,127 @@ class LocalModel:
         counts = f"{self.shape.total_parameters:,} parameters, {self.shape.active_parameters:,} active per token"
         return f"LocalModel({counts}, {next(self.module.parameters()).dtype} on {self.device})"
 
+    @python_call()
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text; special tokens in it are text."""
+        """Return the token ids of a text; special tokens in the text are encoded as ordinary text."""
+        require_type("text", text, str, "a text; call encode once for each text")
         return self.tokenizer.encode(text).tolist()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self.tokenizer.decode(np.array(ids, np.int64))
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """FP32 [S, V]: after each token those of the next one, without padding rows of the head."""
-        with torch.no_grad():
-            return self.module(torch.tensor([ids], device=self.device))[0, :, : self.tokenizer.vocab_size].float()
-
-    def generate(
-        self, prompts: str | Sequence[str], *, chat: bool = False, system: str | None = None, thinking: bool = False,
-        max_new_tokens: int = 128, seed: int = 0, **sampling: Any,
-    ) -> Any:  # fmt: skip
-        """The text that follows a prompt, as ``python -m glm46 generate`` writes it; a list for a list of prompts.
-
-        Args:
-            chat: each prompt is a user's message, and the text is the answer.
-            system, thinking: of a chat.
-            sampling: fields of `Sampling`: ``temperature``, ``top_k``, ``top_p``, ``min_p``. Without a temperature the
-                most likely tokens are taken.
+    @python_call()
+    def decode(self, ids: TokenIds) -> Any:
+        """Return the text of token ids, or a list of texts for rows of ids.
 
         Raises:
-            UserError: an option is out of range, or the model has too few positions or no chat format.
+            UserError: an id is outside the tokenizer's vocabulary.
         """
-        rule = Sampling(**sampling)
+        rows = token_ids(ids, vocab_size=self.tokenizer.vocab_size, is_empty_allowed=True)
+        if rows.ndim == 1:
+            return self.tokenizer.decode(rows.numpy())
+        return [self.tokenizer.decode(row.numpy()) for row in rows]
+
+    @python_call()
+    def logits(self, ids: TokenIds) -> Tensor:
+        """Return FP32 logits of the next token: [S, V] for ids [S], [B, S, V] for ids [B, S]. Padding rows of the head
+        are dropped.
+
+        Raises:
+            UserError: the ids are not token ids of the model, or a row is too long.
+        """
+        positions = self.shape.max_position_embeddings
+        rows = token_ids(ids, vocab_size=self.shape.vocab_size, max_tokens=positions)
+        inputs = torch.atleast_2d(rows).to(self.device)
+        with torch.no_grad():
+            logits = self.module(inputs)[..., : self.tokenizer.vocab_size].float()
+        return logits if rows.ndim == 2 else logits[0]
+
+    @python_call(prompt="prompts")
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        thinking: bool = False,
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> Any:
+        """Return the text that follows a prompt, as ``python -m glm46 generate`` does; a list for a list of prompts.
+
+        Args:
+            chat: treat each prompt as a user's message and return the answer.
+            system, thinking: system message and thinking mode of a chat.
+            temperature: 0 selects the most likely token; above 0, ``top_k``, ``top_p`` and ``min_p`` restrict the
+                sampled tokens, see `Sampling`.
+
+        Raises:
+            UserError: an argument is out of range, or the model has too few positions or no chat format.
+        """
+        require_type("max_new_tokens", max_new_tokens, int, "an integer of at least 1")
+        require_type("seed", seed, int, "an integer")
+        if not -(2**63) <= seed < 2**63:
+            raise UserError(f"seed = {seed}: must fit in 64 bits; take a smaller number")
+        require_type("system", system, (str, type(None)), "a text, or None")
+        require_type("top_k", top_k, (int, type(None)), "an integer of at least 1, or None")
+        for name, value in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
+            require_type(name, value, (int, float), "a number")
+        rule = Sampling(temperature, top_k, top_p, min_p)
+        if not chat and (system is not None or thinking):
+            raise UserError("system and thinking belong to a chat; add chat=True")
         arguments = argparse.Namespace(
-            **vars(rule), prompt=[prompts] if isinstance(prompts, str) else list(prompts), chat=chat, system=system,
-            thinking=thinking, keep_thoughts=False, max_new_tokens=max_new_tokens, tools=None, speculative=False,
+            **vars(rule),
+            prompt=texts(prompts, is_chat=chat),
+            chat=chat,
+            system=system,
+            thinking=thinking,
+            keep_thoughts=False,
+            max_new_tokens=max_new_tokens,
+            tools=None,
+            speculative=False,
             stop_token=[],
-        )  # fmt: skip
+        )
         raise_for_options(arguments)
         arguments.tools = ()
         ids, stop = read_prompts(arguments, self.tokenizer, self.shape)
         rows = [Continuation(prompt, max_new_tokens, seed) for prompt in ids]
         decoder = decoder_for(self.module, rows)
         Generation(decoder, rows, sampling=rule, stop=stop, vocab_size=self.tokenizer.vocab_size).run()
-        texts = [self.decode(row.text(stop)) for row in rows]
-        return texts[0] if isinstance(prompts, str) else texts
+        answers = [self.tokenizer.decode(np.array(row.text(stop), np.int64)) for row in rows]
+        return answers[0] if isinstance(prompts, str) else answers
 
-    def batch(self, rows: Sequence[str | Mapping]) -> Batch:
-        """Documents as one batch, each in rows of its own, as long as the longest: a text, whose tokens are all
-        targets, or a conversation ``{"messages": [...]}``, of which the targets are what the model says.
+    @python_call()
+    def batch(self, rows: str | Mapping | Iterable[str | Mapping]) -> Batch:
+        """Build one batch of documents, each in its own row, padded to the longest. A document is a text, whose tokens
+        are all targets, or a conversation ``{"messages": [...]}``, whose targets are the assistant's messages.
+
+        Args:
+            rows: one document or several.
 
         Raises:
-            UserError: there are no rows, or one is no conversation.
+            UserError: there are no rows, a row is not a valid conversation, or a row exceeds the model's positions.
         """
+        if isinstance(rows, (str, Mapping)):
+            rows = [rows]
+        elif isinstance(rows, (bytes, bytearray)) or not isinstance(rows, Iterable):
+            raise UserError(
+                f"rows = {show_value(rows)}: must be texts and conversations; give a list such as ['import os']"
+            )
         documents = [tokens for number, row in enumerate(rows) for tokens in self._documents(number, row)]
         if not documents:
             raise UserError("rows: expected at least one text or conversation with a target")
-        depth, eos = self.shape.num_nextn_predict_layers, self.tokenizer.eos_id
-        builder = BatchBuilder(len(documents), max(map(len, documents)), depth, True, eos)
+        max_length = max(map(len, documents))
+        positions = self.shape.max_position_embeddings
+        if max_length > positions + 1:
+            raise UserError(
+                f"rows: the longest has {max_length:,} tokens, and the model has {positions:,} positions "
+                "(max_position_embeddings); give shorter rows"
+            )
+        depth = self.shape.num_nextn_predict_layers
+        eos = self.tokenizer.eos_id
+        builder = BatchBuilder(len(documents), max_length, depth, True, eos)
         for number, tokens in enumerate(documents):
             row = np.full(builder.seq_len + 1 + depth, eos, np.int64)
             row[: len(tokens)] = tokens
@@ -104,19 +178,33 @@ class LocalModel:
 
     def _documents(self, number: int, row: str | Mapping) -> list[np.ndarray]:
         if isinstance(row, str):
+            if not row:
+                raise UserError(f"rows[{number}] = '': must not be empty; give some text, or leave the row away")
             return [np.append(self.tokenizer.encode(row), self.tokenizer.eos_id).astype(np.int64)]
+        if not isinstance(row, Mapping):
+            raise UserError(
+                f"rows[{number}] = {show_value(row)}: must be a text or a conversation {{'messages': [...]}}; "
+                "for ids give decode(ids)"
+            )
         try:
             documents = render(parse_conversation(row, "messages"), self.tokenizer, ChatOptions()).documents
         except BadConversation as error:
-            raise UserError(f"row {number}: {error}; expected a text or {{'messages': [...]}}") from error
-        return [np.where(one.is_target, one.ids, one.ids | NOT_A_TARGET).astype(np.int64) for one in documents]
+            raise UserError(f"rows[{number}]: {error}; expected a text or {{'messages': [...]}}") from error
+        return [
+            np.where(document.is_target, document.ids, document.ids | NOT_A_TARGET).astype(np.int64)
+            for document in documents
+        ]
 
+    @python_call()
     def loss(self, batch: Batch, *, mtp_weight: float = 0.0) -> Tensor:
-        """FP32 scalar with its graph: the mean over the targets of a batch, as training computes it.
+        """Return the mean loss over the targets of a batch, as in training: an FP32 scalar with its autograd graph.
 
         Args:
-            mtp_weight: of the prediction layers, which run if it is not 0.
+            mtp_weight: weight of the loss of the prediction layers, which run only if it is not 0.
         """
+        if not isinstance(batch, dict) or "labels" not in batch:
+            raise UserError(f"batch = {show_value(batch)}: must be a batch; give the result of batch(rows)")
+        require_type("mtp_weight", mtp_weight, (int, float), "a number")
         names = ["input_ids", "labels", "positions", "document_ids"]
         names += ["mtp_input_ids", "mtp_labels"] if mtp_weight else []
         columns: Any = batch.items()
@@ -124,9 +212,11 @@ class LocalModel:
         totals = count_targets([batch], self.shape.num_nextn_predict_layers)
         return next_token_loss(self.module(**inputs), totals, mtp_weight)
 
+    @python_call()
     def train_step(self, batch: Batch, optimizer: torch.optim.Optimizer, *, mtp_weight: float = 0.0) -> float:
-        """Update the weights by the gradient of `loss`, clipped to a norm of 1; returns the loss before the update.
-        Selection biases of routers stay."""
+        """Update the weights with the gradient of `loss`, clipped to a norm of 1; return the loss before the update.
+        The routers' selection biases do not change."""
+        require_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of module.parameters()")
         optimizer.zero_grad()
         loss = self.loss(batch, mtp_weight=mtp_weight)
         loss.backward()
@@ -135,31 +225,43 @@ class LocalModel:
         return loss.item()
 
 
+@python_call(model="folder")
 def load(
-    folder: str | Path, *, adapter: str | Path | None = None, tokenizer: str | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None, device: str | None = None,
-) -> LocalModel:  # fmt: skip
+    folder: str | os.PathLike[str],
+    *,
+    adapter: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: Literal["float32", "bfloat16"] | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> LocalModel:
     """Load a model into this process.
 
     Args:
         folder: a Hugging Face folder, a step folder (``.../checkpoint/step-000100``), or ``hf://owner/name``.
-        adapter: PEFT folder that is added to the weights.
-        tokenizer: file or folder; None: the model's own.
-        dtype: of the weights; None: bfloat16 on a GPU, else float32.
-        device: such as "cpu" or "cuda:0"; None: a GPU if there is one.
+        adapter: PEFT folder to merge into the weights.
+        tokenizer: file or folder; None for the model's own tokenizer.
+        dtype: type of the weights, as a name or a `torch.dtype`; None for bfloat16 on a GPU, else float32.
+        device: a name such as "cpu" or "cuda:0", or a `torch.device`; None for a GPU if there is one.
 
     Raises:
-        UserError: the folder holds no model, or the model does not fit on this machine.
+        UserError: the folder contains no model, or the model does not fit on this machine.
     """
-    if dtype not in (None, "float32", "bfloat16"):
+    require_type("folder", folder, (str, os.PathLike), "a folder, or hf://owner/name")
+    require_type("adapter", adapter, (str, os.PathLike, type(None)), "a folder, hf://owner/name, or None")
+    require_type("tokenizer", tokenizer, (str, os.PathLike, type(None)), "a file or folder, or None")
+    require_type("device", device, (str, torch.device, type(None)), "a name such as 'cpu' or 'cuda:0'")
+    if dtype not in (None, *_DTYPES, *_DTYPES.values()):
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
     parser = VerbParser()
     add_model_options(parser)
-    arguments = parser.parse_args(["--model", str(folder), "--nproc", "1"])
+    arguments = parser.parse_args([f"--model={folder}", "--nproc", "1"])
     vars(arguments).update(
-        adapter=None if adapter is None else Path(adapter), tokenizer=tokenizer, dtype=dtype, device=device
+        adapter=None if adapter is None else Path(adapter),
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        device=None if device is None else str(device),
     )
     fetch_options(arguments, "model", "adapter", "tokenizer")
-    require_fit(arguments, [stored_model(arguments.model).shape], drafts=True)
-    module, found, _ = load_model(arguments)
-    return LocalModel(module.requires_grad_(True), found)
+    require_fit(arguments, stored_model(arguments.model).shape, drafts=True)
+    module, local_tokenizer, _ = load_model(arguments)
+    return LocalModel(module.requires_grad_(True), local_tokenizer)

@@ -1,8 +1,8 @@
-"""Conversations in the chat format of a tokenizer: training documents with their targets, and prompts of generation.
+"""Conversations in the chat format of a tokenizer: training documents with their targets, and prompts for generation.
 
 Special tokens are written by id, and text is encoded as text: a marker inside a message is ordinary characters, except
-for ``/nothink`` at the end of a user's message, which is the switch of GLM-4.5 and 4.6. No token
-ends a turn: it ends where the model samples the marker of the next role.
+``/nothink`` at the end of a user's message, which is the switch of GLM-4.5 and 4.6. No token ends a turn: it ends where
+the model samples the marker of the next role.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from glm46.storage.chats.chat_counts import conversation_counts
 from glm46.storage.chats.chat_format import (
     ASSISTANT,
     BEGIN,
@@ -42,7 +43,6 @@ from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import Conversation, Message
 from glm46.storage.data.tokenizer import Tokenizer
 
-_AS_TEXT = re.compile("|".join(map(re.escape, MARKERS - {NO_THINK})))
 _TAGS = re.compile(f"({'|'.join(map(re.escape, CALL_MARKERS))})")
 
 
@@ -53,52 +53,54 @@ class ChatOptions:
     history: Literal["expand", "last", "all", "keep"] = "expand"
     """The formats remove reasoning from turns before the last user message. expand: a document for each user turn with
     reasoning, so that every turn is a target as it was sampled. last: only the last user turn is a target. all: one
-    document in which every turn is a target, behind an empty thought where its reasoning was removed. keep: one
-    document in which every turn keeps its reasoning and is a target; of formats that open thoughts."""
+    document in which every turn is a target, after an empty thought where its reasoning was removed. keep: one document
+    in which every turn keeps its reasoning and is a target; only for formats that open thoughts."""
     no_reasoning: Literal["nothink", "mask", "train"] = "nothink"
-    """Turns without reasoning. nothink: as answers to a prompt that forbids thinking. mask: an empty thought that is
-    not a target; the same where a format opens thoughts. train: an empty thought that is a target; the model may stop
-    thinking."""
+    """What to do with turns without reasoning. nothink: treat them as answers to a prompt that forbids thinking. mask:
+    write an empty thought that is not a target; where a format opens thoughts, the same as nothink. train: write an
+    empty thought that is a target; the model may stop thinking."""
 
 
 class ChatDocument(NamedTuple):
-    """One training document. It begins with ``[gMASK]<sop>`` and ends with the role marker behind its last turn."""
+    """One training document. It begins with ``[gMASK]<sop>`` and ends with the role marker after its last turn."""
 
     ids: np.ndarray
-    """uint32 [n]."""
+    """uint32 [n]: token ids."""
     is_target: np.ndarray
-    """bool [n]: whether the model samples the token. The loss of position i - 1 counts iff ``is_target[i]``."""
+    """bool [n]: whether the model samples the token. The loss at position i - 1 counts iff ``is_target[i]``."""
 
 
 class Rendered(NamedTuple):
     """The documents of a conversation, and what happened to it."""
 
     documents: list[ChatDocument]
-    """Each has a target; empty if no turn of the conversation is one."""
+    """Each has at least one target; empty if no turn of the conversation is a target."""
     counts: Counter
-    """Number by what: trailing messages left out, turns of weight 0, turns without a stop token, no target, markers of
-    the format that are text."""
+    """Numbers by description: skipped trailing messages, turns of weight 0, turns without a stop token, no target,
+    markers of the format in text."""
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOptions) -> Rendered:
     """Make the training documents of a conversation. Raises UserError if the tokenizer has no chat format."""
-    messages, format = conversation.messages, format_of(tokenizer)
+    messages = conversation.messages
+    format = format_of(tokenizer)
     spans = list(pairwise([0, *_ends_of_user_turns(messages)]))
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
-    allowed = _allows_thought(options, format)
-    thinks = [allowed or (reasoned and not format.opens_thought) for reasoned in has_reasoning]
-    # Turns that read otherwise in a later document: a sampled empty thought too, where prompts open it.
-    is_alone = [reasoned or (format.opens_thought and allowed) for reasoned in has_reasoning]
-    last = len(spans) - 1
-    # Each document is the last user turn in it, and the turns that are targets.
+    allows_thought = _allows_thought(options, format)
+    thinks = [allows_thought or (has_thought and not format.opens_thought) for has_thought in has_reasoning]
+    # Turns that look different in a later document: also a sampled empty thought, where prompts open the thought.
+    is_alone = [has_thought or (format.opens_thought and allows_thought) for has_thought in has_reasoning]
+    last_turn = len(spans) - 1
+    # For each document the last user turn in it, and the turns that are targets.
     is_one = options.history in ("all", "keep")
-    groups: list[tuple[int, list[int]]] = [(last, list(range(last + 1)) if is_one else [last])]
+    groups: list[tuple[int, list[int]]] = [(last_turn, list(range(last_turn + 1)) if is_one else [last_turn])]
     if is_one:
-        thinks[last] = any(thinks)
+        thinks[last_turn] = any(thinks)
     elif options.history == "expand":
-        # Turns without reasoning read the same in every later document of their mode, so they share one.
-        groups, open_ = [], {True: list[int](), False: list[int]()}
-        for k in range(last + 1):
+        # Turns without reasoning look the same in every later document of their mode, so they share one.
+        groups = []
+        open_ = {True: list[int](), False: list[int]()}
+        for k in range(last_turn + 1):
             open_[thinks[k]].append(k)
             if is_alone[k] or thinks[k] not in thinks[k + 1 :]:
                 groups.append((k, open_[thinks[k]]))
@@ -109,7 +111,7 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
         document = _document(conversation, trained, tokenizer, thinks[k], options)
         if document.is_target.any():
             documents.append(document)
-    return Rendered(documents, _counts(conversation, documents))
+    return Rendered(documents, conversation_counts(conversation, has_target=bool(documents)))
 
 
 def render_pair(
@@ -126,14 +128,14 @@ def render_pair(
 
 
 def _allows_thought(options: ChatOptions, format: ChatFormat) -> bool:
-    """True if the prompt of a turn without reasoning allows thinking. An opened thought must be ended by the model."""
+    """Return True if the prompt of a turn without reasoning allows thinking. The model must end an opened thought."""
     return options.no_reasoning == "train" or (options.no_reasoning == "mask" and not format.opens_thought)
 
 
 def _document(
     conversation: Conversation, trained: Sequence[int], tokenizer: Tokenizer, thinks: bool, options: ChatOptions
 ) -> ChatDocument:
-    """The document that ends with the last of the ``trained`` messages, which are in their order."""
+    """Make the document that ends with the last of the ``trained`` messages, which are in order."""
     messages = conversation.messages[: trained[-1] + 1]
     targets = {index for index in trained if messages[index].is_trained}
     pieces = _pieces(messages, conversation.tools, thinks, format_of(tokenizer), targets, options)
@@ -141,27 +143,38 @@ def _document(
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Mapping] = (), thinking: bool,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping] = (),
+    thinking: bool,
     keeps_thoughts: bool = False,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
     has no chat format.
 
     Args:
-        messages: the conversation so far; the last one is the user's, or a tool's.
+        messages: the conversation so far.
         thinking: whether the model may think before it answers.
-        keeps_thoughts: past thoughts stay (``clear_thinking`` = false); of formats that open thoughts.
+        keeps_thoughts: past thoughts stay (``clear_thinking`` = false); only for formats that open thoughts.
     """
     options = ChatOptions("keep" if keeps_thoughts else "expand")
     pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer), (), options)]
     return _ids_before_turn(pieces, tokenizer, thinking)
 
 
-def chat_reply(tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool) -> list[int]:
-    """Return the token ids between a sampled turn and the next one: the marker of the role that follows, which the turn
-    may have ended with, messages of tools or users, and the begin of the assistant's turn. Raises UserError if the
-    tokenizer has no chat format."""
-    pieces = _pieces(messages, (), thinking, format_of(tokenizer), (), ChatOptions())[len(BEGIN) :]
+def chat_reply(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool, keeps_thoughts: bool = False
+) -> list[int]:
+    """Return the token ids between a sampled turn and the next one: the marker of the role that follows, which may
+    already end the sampled turn, the messages after the turn, and the beginning of the assistant's turn. Raises
+    UserError if the tokenizer has no chat format.
+
+    Args:
+        keeps_thoughts: see `chat_prompt`; for answers of other models among the messages.
+    """
+    options = ChatOptions("keep" if keeps_thoughts else "expand")
+    pieces = _pieces(messages, (), thinking, format_of(tokenizer), (), options)[len(BEGIN) :]
     return _ids_before_turn([piece for piece, _ in pieces], tokenizer, thinking)
 
 
@@ -173,20 +186,21 @@ def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool
 
 
 def opened_thought(tokenizer: Tokenizer, thinking: bool) -> str:
-    """The begin of a turn that its prompt holds already. Raises UserError if the tokenizer has no chat format."""
+    """Return the beginning of a turn that its prompt already holds. Raises UserError if the tokenizer has no chat
+    format."""
     return THINK if thinking and format_of(tokenizer).opens_thought else ""
 
 
 def _ends_of_user_turns(messages: Sequence[Message]) -> list[int]:
-    """For each user turn, the index behind its last assistant message."""
+    """Return, for each user turn, the index after its last assistant message."""
     ends = set()
-    answered = 0
+    end = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":
-            answered = index + 1
+            end = index + 1
         elif message.role == "user":
-            ends.add(answered)
-    return sorted({*ends, answered} - {0})
+            ends.add(end)
+    return sorted({*ends, end} - {0})
 
 
 def _pieces(
@@ -197,42 +211,46 @@ def _pieces(
     targets: Collection[int],
     options: ChatOptions,
 ) -> list[tuple[str, bool]]:
-    """Markers and texts of the messages, in order, each with whether it is a target.
+    """Return markers and texts of the messages, in order, each with whether it is a target.
 
     Args:
-        targets: indices of the assistant's messages that are sampled, with the marker behind each.
+        targets: indices of the assistant messages that are sampled, together with the marker after each.
     """
     pieces = [(piece, False) for piece in (*BEGIN, *_tools(tools, format))]
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     sampled = False
     for index, message in enumerate(messages):
-        before = messages[index - 1].role if index else None
-        sampled = sampled and before == "assistant"
+        previous_role = messages[index - 1].role if index else None
+        sampled = sampled and previous_role == "assistant"
         if message.role == "user":
-            pieces += [(USER, sampled), *((p, False) for p in _asked(message.content, thinking, format))]
+            # After calls the model samples the marker of their results: an interrupted turn has no stop token.
+            pieces += [
+                (USER, sampled and not messages[index - 1].tool_calls),
+                *((p, False) for p in _asked(message.content, thinking, format)),
+            ]
         elif message.role == "system":
-            # The model cannot be asked to stop here: only a user or a tool follows what it samples.
+            # The model cannot learn to stop here: a user or a tool follows what it samples.
             pieces += [(SYSTEM, False), (f"{format.line}{message.content}", False)]
         elif message.role == "tool":
-            if before != "tool":
-                pieces.append((OBSERVATION, sampled))
-            said = f"{format.line}{message.content}{format.line}"
-            pieces += [(p, False) for p in (format.line, RESPONSE, said, END_RESPONSE)]
+            if previous_role != "tool":
+                pieces.append((OBSERVATION, sampled and bool(messages[index - 1].tool_calls)))
+            result = f"{format.line}{message.content}{format.line}"
+            pieces += [(p, False) for p in (format.line, RESPONSE, result, END_RESPONSE)]
         else:
             sampled = index in targets
             keeps_thought = options.history == "keep" or index > last_user
-            shown = message.reasoning if keeps_thought else ""
-            # A prompt opens the thought of what is sampled behind it, which may be empty.
-            opened = format.opens_thought and thinking and sampled and keeps_thought
-            # A template writes <think> for a thought of white space, and a prompt that forbids thinking has none.
-            is_open = bool(shown.strip() if sampled else shown) or opened or not format.opens_thought
-            # An empty thought in the place of a removed one was never sampled.
+            thought = message.reasoning if keeps_thought else ""
+            # If the prompt opened the thought, the sampled text begins inside it; the thought may be empty.
+            is_opened = format.opens_thought and thinking and sampled and keeps_thought
+            # A template writes <think> for a thought of white space; a prompt that forbids thinking opens no thought.
+            is_open = bool(thought.strip() if sampled else thought) or is_opened or not format.opens_thought
+            # An empty thought that replaces a removed one was never sampled.
             may_be_empty = options.no_reasoning == "train" and is_open and not message.reasoning.strip()
-            sampled_thought = sampled and (bool(shown.strip()) or may_be_empty)
+            sampled_thought = sampled and (bool(thought.strip()) or may_be_empty)
             pieces.append((ASSISTANT, False))
             if is_open:
                 pieces += [(p, sampled_thought and not format.opens_thought) for p in (format.line, THINK)]
-            pieces += [(p, sampled_thought) for p in (shown.strip(), END_THINK)]
+            pieces += [(p, sampled_thought) for p in (thought.strip(), END_THINK)]
             pieces += [(p, sampled) for p in _answer(message, format)]
     return pieces
 
@@ -246,7 +264,8 @@ def _asked(content: str, thinking: bool, format: ChatFormat) -> list[str]:
 
 
 def _answer(message: Message, format: ChatFormat) -> list[str]:
-    text, line = message.content.strip(), format.line
+    text = message.content.strip()
+    line = format.line
     pieces = [f"{line}{text}"] if text else []
     for call in message.tool_calls:
         pieces += [line, CALL, f"{call.name}{line}"]
@@ -261,14 +280,15 @@ def _tools(tools: Sequence[Mapping], format: ChatFormat) -> list[str]:
     if not tools:
         return []
     lines = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
-    # The tags of the explanation are tokens, as in the calls that it explains; those of a description are text.
+    # The tags in the explanation are tokens, as in the calls that it explains; tags in a tool's description are text.
     tail = (Marker(part) if part in MARKERS else part for part in _TAGS.split(format.tools_tail))
     return [SYSTEM, TOOLS_HEAD + lines, *tail]
 
 
 def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDocument:
-    """Markers by id; adjacent texts as one text, as if the whole document were one string."""
-    ids, flags = [], []
+    """Encode markers by id, and adjacent texts as one text, as if the whole document were one string."""
+    ids = []
+    flags = []
     for (is_marker, target), group in groupby(pieces, lambda piece: (isinstance(piece[0], Marker), piece[1])):
         texts = [text for text, _ in group]
         if is_marker:
@@ -278,20 +298,3 @@ def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDoc
         ids.append(part)
         flags.append(np.full(len(part), target))
     return ChatDocument(np.concatenate(ids).astype(np.uint32, copy=False), np.concatenate(flags))
-
-
-def _counts(conversation: Conversation, documents: list[ChatDocument]) -> Counter:
-    turns = [message for message in conversation.messages if message.role == "assistant"]
-    followed = pairwise(conversation.messages)
-    counts = Counter({
-        "trailing messages left out": conversation.num_dropped,
-        "turns of weight 0": sum(not turn.is_trained for turn in turns),
-        "turns without a stop token": sum(
-            turn.role == "assistant" and turn.is_trained and after.role == "system" for turn, after in followed
-        ),
-        "no target": not documents,
-        "conversations with markers of the format as text": any(
-            _AS_TEXT.search(text) for message in conversation.messages for text in (message.content, message.reasoning)
-        ),
-    })  # fmt: skip
-    return +counts

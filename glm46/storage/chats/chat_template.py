@@ -1,21 +1,19 @@
-"""The chat formats as Jinja templates, which servers read; and the format of a folder, by what its template renders.
+"""Jinja templates of the chat formats, for servers; and detection of a folder's format from what its template renders.
 
 A trained model is served through the template of its folder. If that template renders another format than the one the
-model was trained in, nothing fails and answers are bad: so the template decides the format, before work starts.
+model was trained in, nothing fails but answers are bad: so the template decides the format, before work starts.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from os.path import commonprefix
 from pathlib import Path
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
+from glm46.run.plan import Plan
 from glm46.storage.chats.chat_format import (
     FORMATS,
     GLM_45,
@@ -26,10 +24,12 @@ from glm46.storage.chats.chat_format import (
     format_of_flavor,
     made_in,
 )
+from glm46.storage.chats.render_template import TemplateFailed, rendered, rendered_apart
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer, tokenizer_file
 
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
 
 _TEMPLATE = r"""
 {%- macro text(content) -%}
@@ -155,15 +155,15 @@ _PARTS = {
         "OPENING": "'</think>' if no_thinking else '<think>'",
     },
 }
-"""Text of each format for the words in capitals of the template."""
+"""Text of each format for the capitalised words in the template."""
 
 
 def chat_template(format: ChatFormat) -> str:
-    """The template of a format, for an export whose tokenizer has none of its own. It gives the text of `chat.render`
-    and `chat.chat_prompt`."""
+    """Return the template of a format, for an export whose tokenizer has no template. It gives the text of
+    `chat.render` and `chat.chat_prompt`."""
     parts = _PARTS[format] | {"LINE": format.line.replace("\n", r"\n")}
     parts |= {"HEAD": json.dumps(TOOLS_HEAD), "TAIL": json.dumps(format.tools_tail)}
-    return re.sub("|".join(parts), lambda found: parts[found[0]], _TEMPLATE)
+    return re.sub("|".join(parts), lambda match: parts[match[0]], _TEMPLATE)
 
 
 _TOOLS = ({"type": "function", "function": {"name": "now", "parameters": {"zone": "é"}}},)
@@ -184,34 +184,35 @@ _OPTIONS: tuple[Mapping, ...] = ({}, {"enable_thinking": False}, {"clear_thinkin
 
 
 def find_format(tokenizer: Tokenizer) -> ChatFormat:
-    """The chat format of a tokenizer: that of the template beside it, by what it renders; without a template that of
-    the model that it was loaded for.
+    """Return the chat format of a tokenizer: the one that the template next to it renders; without a template, the
+    format of the model that it was loaded for.
 
-    The template runs in Jinja's sandbox, with what transformers gives it.
+    The template runs in Jinja's sandbox in a separate process, with the variables and filters that transformers
+    provides.
 
     Raises:
-        UserError: a marker is missing, or the template fails or renders a probe in neither way.
+        UserError: a marker is missing, or the template fails, or renders a probe unlike both formats.
     """
     raise_for_markers(tokenizer)
-    if (found := template_beside(tokenizer_file(tokenizer.path))) is None:
+    if (entry := template_beside(tokenizer_file(tokenizer.path))) is None:
         return format_of_flavor(tokenizer.flavor)
-    return _format_of_template(*found)
+    return _format_of_template(*entry)
 
 
 def _format_of_template(file: Path, template: str) -> ChatFormat:
     remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or of a GLM-4.7 one, or remove the template"
     try:
-        got = [rendered(template, _PROBE, _TOOLS, options) for options in _OPTIONS]
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        theirs_by_options = rendered_apart(template, _PROBE, _TOOLS, _OPTIONS)
+    except TemplateFailed as error:
         raise UserError(f"{file}: chat template fails ({error}); {remedy}") from error
     differs: list[tuple[int, str, str, ChatFormat]] = []
     for format in FORMATS:
-        want = [rendered(chat_template(format), _PROBE, _TOOLS, options) for options in _OPTIONS]
-        if got == want:
+        ours_by_options = [rendered(chat_template(format), _PROBE, _TOOLS, options) for options in _OPTIONS]
+        if theirs_by_options == ours_by_options:
             return format
-        ours, theirs = next(pair for pair in zip(want, got, strict=True) if pair[0] != pair[1])
+        ours, theirs = next(pair for pair in zip(ours_by_options, theirs_by_options, strict=True) if pair[0] != pair[1])
         differs.append((len(commonprefix([ours, theirs])), ours, theirs, format))
-    at, ours, theirs, nearest = max(differs, key=lambda one: one[0])
+    at, ours, theirs, nearest = max(differs, key=lambda difference: difference[0])
     raise UserError(
         f"{file}: this chat template is not that of GLM-4.5 and 4.6, nor that of GLM-4.7; beside the nearest, of "
         f"{nearest.models}, it renders {theirs[at : at + 30]!r} where they render {ours[at : at + 30]!r}; {remedy}"
@@ -219,32 +220,32 @@ def _format_of_template(file: Path, template: str) -> ChatFormat:
 
 
 def raise_for_model(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError if the template in the folder of a model has another format than the tokenizer, which may lie
-    elsewhere."""
-    if (found := template_beside(folder / "tokenizer.json")) is None:
+    """Raise UserError if the template in the folder of a model has another format than the tokenizer, which may be in
+    another folder."""
+    if (entry := template_beside(folder / "tokenizer.json")) is None:
         return
-    if (format := _format_of_template(*found)) is not format_of(tokenizer):
+    if (format := _format_of_template(*entry)) is not format_of(tokenizer):
         raise UserError(
-            f"{found[0]}: the model has the chat format of {format.models}, but the tokenizer {tokenizer.path!r} that "
+            f"{entry[0]}: the model has the chat format of {format.models}, but the tokenizer {tokenizer.path!r} that "
             f"of {format_of(tokenizer).models}; set model.tokenizer_path = {str(folder)!r}"
         )
 
 
 format_of = lru_cache(maxsize=4)(find_format)
-"""As `find_format`, once for a tokenizer: its files do not change while it is in memory."""
+"""`find_format`, cached per tokenizer: its files do not change while it is in memory."""
 
 
-def raise_for_kept_thoughts(tokenizer: Tokenizer, stated: str) -> None:
-    """Raise UserError if a user states that past thoughts stay, and the chat format always removes them."""
+def raise_for_kept_thoughts(tokenizer: Tokenizer, setting: str) -> None:
+    """Raise UserError if a user configured that past thoughts stay, but the chat format always removes them."""
     if not (format := format_of(tokenizer)).opens_thought:
         raise UserError(
-            f"{stated}: the tokenizer {tokenizer.path!r} has the chat format of {format.models}, which removes past "
+            f"{setting}: the tokenizer {tokenizer.path!r} has the chat format of {format.models}, which removes past "
             "thoughts; leave it out, or take the tokenizer of a GLM-4.7 folder"
         )
 
 
 def missing_markers(tokenizer: Tokenizer) -> list[str]:
-    """Special tokens of the chat formats that a tokenizer lacks."""
+    """Return the special tokens of the chat formats that a tokenizer lacks."""
     return sorted(MARKERS - tokenizer.special.keys())
 
 
@@ -261,7 +262,8 @@ def raise_for_source(manifest: Manifest, tokenizer: Tokenizer) -> None:
     """Raise UserError if a source of chats has another format than the model of this tokenizer."""
     if manifest.splits["train"].targets is None:
         return
-    format, made = format_of(tokenizer), made_in(manifest.settings)
+    format = format_of(tokenizer)
+    made = made_in(manifest.settings)
     if made != format.name:
         raise UserError(
             f"{manifest.folder}: its chats have the format of {made}, but the tokenizer {tokenizer.path!r} that of "
@@ -269,29 +271,30 @@ def raise_for_source(manifest: Manifest, tokenizer: Tokenizer) -> None:
         )
 
 
+def raise_for_text(plan: Plan, manifests: Mapping[str, Manifest], tokenizer: Tokenizer) -> None:
+    """Raise UserError if a source or the initial weights of a run have another chat format than the tokenizer."""
+    for manifest in manifests.values():
+        raise_for_source(manifest, tokenizer)
+    checkpoint = plan.config.checkpoint
+    has_chats = any(manifest.splits["train"].targets is not None for manifest in manifests.values())
+    if checkpoint.initial_load_in_hf and has_chats:
+        raise_for_model(checkpoint.initial_folder, tokenizer)
+
+
 def template_beside(file: Path) -> tuple[Path, str] | None:
-    """The chat template that belongs to a ``tokenizer.json``, and its file; None if there is none. Raises UserError if
-    the file is damaged."""
-    beside, config = file.with_name(TEMPLATE_FILE), file.with_name(CONFIG_FILE)
+    """Return the chat template that belongs to a ``tokenizer.json``, and its file; None if there is no template. Raises
+    UserError if the file is damaged."""
+    template_file = file.with_name(TEMPLATE_FILE)
+    config = file.with_name(CONFIG_FILE)
     if file.suffix != ".json":
         return None
-    if beside.is_file():
-        return beside, beside.read_text(encoding="utf-8")
+    if template_file.is_file():
+        return template_file, template_file.read_text(encoding="utf-8")
     if not config.is_file():
         return None
     template = read_json_object(config, "copy it anew").get("chat_template")
-    if isinstance(template, list) and all(isinstance(one, dict) for one in template):  # several, with names
-        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):  # several, with names
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str | None):
         raise UserError(f"{config}: damaged (chat_template = {str(template):.40} is no text); copy it anew")
     return None if template is None else (config, template)
-
-
-def rendered(template: str, messages: Sequence[Mapping], tools: Sequence[Mapping], options: Mapping) -> str:
-    """The prompt that a template makes, in Jinja's sandbox with what transformers gives it. Raises
-    jinja2.TemplateError if the template fails; it may raise other errors."""
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = ImmutableSandboxedEnvironment(**blocks, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = lambda value, ensure_ascii=False: json.dumps(value, ensure_ascii=ensure_ascii)
-    given = {"messages": messages, "tools": list(tools), "add_generation_prompt": True}
-    return environment.from_string(template).render(**given, **options)

@@ -1,4 +1,4 @@
-"""Reading of an assistant's turn while it is sampled: thought, answer, tool calls; the inverse of the format."""
+"""Splits an assistant's turn into thought, answer and tool calls while it is sampled; the inverse of the format."""
 
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from glm46.storage.chats.chat_format import (
     KEY,
     THINK,
     VALUE,
-)  # fmt: skip
+)
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ Kind = Literal["thought", "answer", "call"]
 _KINDS: dict[str, Kind] = {THINK: "thought", END_THINK: "answer", CALL: "call"}
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
-"""Bytes in UTF-8, and so the most tokens that a character is spread over."""
+"""Bytes in UTF-8, and so the maximum number of tokens per character."""
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     kind: Kind
     text: str
-    """Of a call: ``name(key=value, ...)``."""
+    """New text of the part; for a call ``name(key=value, ...)``."""
 
 
 class TurnReader:
@@ -44,7 +44,7 @@ class TurnReader:
         self._names = {tokenizer.special[name]: name for name in (THINK, END_THINK, *CALL_MARKERS)}
         self._kind: Kind = "thought" if in_thought else "answer"
         self._ids: list[int] = []
-        """Of an incomplete character, or of the call that is open."""
+        """Ids of an incomplete character, or of the open call."""
         self._texts = {"thought": "", "answer": ""}
         self._calls: list[ToolCall] = []
 
@@ -56,28 +56,36 @@ class TurnReader:
                 self._ids.append(token)
                 return None
             return self._end_call()
-        # A call inside a thought is a draft.
+        # A call inside a thought is not run: it stays text of the thought.
         if name in (THINK, END_THINK) or (name == CALL and self._kind == "answer"):
             part = self._flush()
-            if name == THINK:
-                self._texts["answer"] = ""  # GLM's template leaves out what is before a thought
+            if name != CALL:
+                # The answer is the text after the last thought, as in GLM's template.
+                self._texts["answer"] = ""
+                self._calls.clear()
             self._kind = _KINDS[name]
             return part
         self._ids.append(token)
         is_open = self._tokenizer.decode(self._ids).endswith(_REPLACEMENT) and len(self._ids) < _LONGEST_CHARACTER
         return None if is_open else self._flush()
 
-    def end(self) -> tuple[Part | None, Message]:
-        """The text that was held back, and the turn as a message of the conversation.
+    @property
+    def in_thought(self) -> bool:
+        """True while the thought is open."""
+        return self._kind == "thought"
 
-        A call that is cut off or malformed is text of the answer.
+    def end(self) -> tuple[Part | None, Message]:
+        """Return the text that was held back, and the turn as a message of the conversation.
+
+        A truncated or malformed call is text of the answer.
         """
         part = self._keep_as_text(CALL) if self._kind == "call" else self._flush()
         content, reasoning = (self._texts[kind].strip() for kind in ("answer", "thought"))
         return part, Message("assistant", content, reasoning, tuple(self._calls))
 
     def _flush(self) -> Part | None:
-        text, self._ids = self._tokenizer.decode(self._ids), []
+        text = self._tokenizer.decode(self._ids)
+        self._ids = []
         return self._add(text)
 
     def _add(self, text: str) -> Part | None:
@@ -90,16 +98,19 @@ class TurnReader:
         call = self._call()
         if call is None:
             return self._keep_as_text(CALL, END_CALL)
-        self._kind, self._ids = "answer", []
+        self._kind = "answer"
+        self._ids = []
         self._calls.append(call)
         return Part("call", f"{call.name}({', '.join(f'{key}={value}' for key, value in call.arguments.items())})")
 
     def _keep_as_text(self, begin: str, end: str = "") -> Part | None:
-        text, self._ids, self._kind = self._tokenizer.decode(self._ids), [], "answer"
+        text = self._tokenizer.decode(self._ids)
+        self._ids = []
+        self._kind = "answer"
         return self._add(f"{begin}{text}{end}")
 
     def _call(self) -> ToolCall | None:
-        """The open call; None if it is not in the format."""
+        """Return the open call; None if it is not in the format."""
         markers: list[str] = []
         texts: list[list[int]] = [[]]
         for token in self._ids:
@@ -110,8 +121,8 @@ class TurnReader:
                 texts[-1].append(token)
         if markers != [KEY, END_KEY, VALUE, END_VALUE] * (len(markers) // 4):
             return None
-        name, *of_arguments = map(self._tokenizer.decode, texts)
+        name, *argument_texts = map(self._tokenizer.decode, texts)
         if not name.strip():
             return None
-        # Behind the name: a key, a line end, a value, a line end, and so on.
-        return ToolCall(name.strip(), dict(zip(of_arguments[::4], of_arguments[2::4], strict=True)))
+        # After the name: a key, a line end, a value, a line end, and so on.
+        return ToolCall(name.strip(), dict(zip(argument_texts[::4], argument_texts[2::4], strict=True)))

@@ -1,19 +1,11 @@
-"""Conversations: one line of a chat file as checked messages."""
+"""Parses a line of a chat file into a conversation of checked messages."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 
-from glm46.storage.chats.chat_rows import BadConversation, chat_rows, message_list, role_of, text_of
+from glm46.storage.chats.chat_rows import BadConversation, chat_rows, decoded, message_list, role_of, text_of
 from glm46.storage.chats.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
-
-_MAY_FOLLOW: dict[str, set[str | None]] = {
-    "system": {None, "system", "user", "assistant"},
-    "user": {None, "system", "user", "assistant"},
-    "assistant": {"system", "user", "tool"},
-    "tool": {"assistant", "tool"},
-}
-"""Roles directly before a role; None: the conversation begins with it."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +14,13 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
+    id: str = field(default="", compare=False)
+    """Name by which a result refers to the call; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message. Consecutive messages of the role "tool" answer the calls of one turn."""
+    """One message. Consecutive messages of the role "tool" answer the calls of one turn, in the order of the calls."""
 
     role: str
     """system, user, assistant or tool."""
@@ -36,6 +30,8 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     is_trained: bool = True
     """True if an assistant's turn may be a target."""
+    call_id: str = field(default="", compare=False)
+    """For the role "tool", the id of the call that it answers; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,9 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, object], ...] = ()
-    """Descriptions of the tools, printed to the model as they are."""
+    """Descriptions of the tools, printed to the model unchanged."""
     num_dropped: int = 0
-    """Messages behind the last one of the assistant, which were left out."""
+    """Messages after the last assistant message; they were skipped."""
 
 
 def parse_conversation(record: object, format: str) -> Conversation:
@@ -54,12 +50,12 @@ def parse_conversation(record: object, format: str) -> Conversation:
     assistant takes part in.
 
     Args:
-        record: the line as Python values, such as `json.loads` or `glm46.storage.prepare.parquet_rows` give them.
+        record: the line as Python values, for example from `json.loads` or `glm46.storage.prepare.parquet_rows`.
         format: one of `glm46.config.text_recipe.CHAT_FORMATS`.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    rows = _joined(chat_rows(record, format))
+    rows = _in_order_of_calls(_joined(chat_rows(record, format)))
     end = max((i for i, message in enumerate(rows, start=1) if message.role == "assistant"), default=0)
     if not end:
         raise BadConversation("no assistant")
@@ -71,30 +67,32 @@ def parse_conversation(record: object, format: str) -> Conversation:
 
 
 def parse_prompt(value: object, tools: Sequence[Mapping] = (), *, is_sampled: bool = False) -> tuple[Message, ...]:
-    """Read what an assistant is asked to answer: a text of the user, or a list of messages as in ``messages``.
+    """Read a prompt that an assistant shall answer: a text of the user, or a list of messages as in ``messages``.
 
     Args:
-        tools: as `parse_tools` gives them.
-        is_sampled: answers in it are the policy's own, with whatever faults: they may be empty, or hold a chat format
-            as text.
+        tools: as returned by `parse_tools`.
+        is_sampled: answers in it were sampled by the policy and may have faults: they may be empty, or hold a chat
+            format as text. The last message may be such an answer, which another one follows.
 
     Raises:
-        BadConversation: it is neither, or no answer may follow: `parse_conversation` refuses the same with one.
+        BadConversation: it is neither, or it is refused by the checks of `parse_conversation`, so no answer can follow.
     """
     rows = [{"role": "user", "content": value}] if isinstance(value, str) else message_list(value)
-    messages = _joined(rows, is_sampled=is_sampled)
-    if messages[-1].role == "assistant":
+    messages = _in_order_of_calls(_joined(rows, is_sampled=is_sampled))
+    if messages[-1].role == "assistant" and not is_sampled:
         raise BadConversation("the last message is neither the user's nor a tool's", "assistant")
-    _raise_for_order([*messages, Message("assistant")])
+    _raise_for_order(messages)
     if not is_sampled:
         _raise_for_bare_calls(messages, tools)
     return tuple(messages)
 
 
 def _joined(rows: Sequence[object], *, is_sampled: bool = False) -> list[Message]:
-    """The messages of rows. LLaMA-Factory and ms-swift write each call as a message of its own: it joins the turn."""
+    """Convert rows to messages. LLaMA-Factory and ms-swift write each call as a separate message: it joins the turn."""
     messages: list[Message] = []
-    for index, row in ((number, result) for number, given in enumerate(rows) for result in _results(given)):
+    for index, row in (
+        (number, result) for number, row_or_results in enumerate(rows) for result in _results(row_or_results)
+    ):
         message = _message(row, index, is_sampled=is_sampled)
         if message.role == "call" and messages and messages[-1].role == "assistant":
             turn = messages.pop()
@@ -107,22 +105,60 @@ def _joined(rows: Sequence[object], *, is_sampled: bool = False) -> list[Message
     return messages
 
 
+def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with consecutive tool results in the order of their calls, if both have ids.
+
+    The format has no ids: the position of a result binds it to its call. Clients that run calls at the same time send
+    the results in the order in which they end.
+
+    Raises:
+        BadConversation: a result names a call that does not exist.
+    """
+    ordered: list[Message] = []
+    places: dict[str, int] = {}
+    count = 0
+    for is_result, group in groupby(messages, lambda message: message.role == "tool"):
+        run = list(group)
+        ordered += _in_order_of_places(run, places) if is_result else run
+        for call in chain.from_iterable(message.tool_calls for message in run):
+            # Some programs restart the ids in each turn: the latest call with an id counts.
+            places |= {call.id: count} if call.id else {}
+            count += 1
+    return ordered
+
+
+def _in_order_of_places(results: list[Message], places: Mapping[str, int]) -> list[Message]:
+    """Sort results by the positions of their calls; unchanged if ids are missing."""
+    if not places or not all(result.call_id for result in results):
+        return results
+    for result in results:
+        if result.call_id not in places:
+            raise BadConversation("tool result of a call that is not there", f"tool_call_id {result.call_id!r:.60}")
+    return sorted(results, key=lambda result: places[result.call_id])
+
+
+def _id_of(value: object) -> str:
+    return str(value) if isinstance(value, str | int) else ""
+
+
 def _results(row: object) -> list:
-    """A row; of a tool message with a list of results, as GLM's template takes them, a row for each result. A list of
-    parts with a type is one text."""
+    """Return a row as a list. A tool message with a list of results, as GLM's template accepts them, becomes a row for
+    each result. A list of parts with a type is one text."""
     if not isinstance(row, Mapping) or role_of(row) != "tool" or not isinstance(row.get("content"), list):
         return [row]
-    results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in row["content"]]
-    if not results or any(not isinstance(one, str) for one in results):
+    results = [
+        result["output"] if isinstance(result, Mapping) and "output" in result else result for result in row["content"]
+    ]
+    if not results or any(not isinstance(result, str) for result in results):
         return [row]
-    return [{**row, "content": one} for one in results]
+    return [{**row, "content": result} for result in results]
 
 
 def split_thinking(content: str) -> tuple[str, str]:
     """Split an assistant's text into (thinking, answer) as GLM's chat template does.
 
-    The thinking ends at the first ``</think>`` and begins behind the last ``<think>`` before it; the answer begins
-    behind the last ``</think>``. Text before the thinking and between two ``</think>`` is left out.
+    The thinking ends at the first ``</think>`` and begins after the last ``<think>`` before it; the answer begins after
+    the last ``</think>``. Text before the thinking and between two ``</think>`` is dropped.
     """
     if "</think>" not in content:
         return "", content
@@ -141,19 +177,19 @@ def _message(row: object, index: int, *, is_sampled: bool) -> Message:
         value = row.get("content")
         reasoning, value = split_thinking(value) if isinstance(value, str) else ("", value)
         _raise_for_format(reasoning, index)
-        return Message(role, "", reasoning, _calls(_decoded(value, "tool call is not JSON")), trained)
+        return Message(role, "", reasoning, _calls(value), trained)
     content = text_of(row.get("content"), role)
     if role != "assistant":
-        return Message(role, content)
-    # Hugging Face and ms-swift; vLLM; data sets of gpt-oss.
-    given = [row[key] for key in ("reasoning_content", "reasoning", "thinking") if row.get(key) is not None]
-    if any(not isinstance(reasoning, str) for reasoning in given):
+        return Message(role, content, call_id=_id_of(row.get("tool_call_id")) if role == "tool" else "")
+    # Keys of Hugging Face and ms-swift, of vLLM, and of data sets of gpt-oss.
+    reasonings = [row[key] for key in ("reasoning_content", "reasoning", "thinking") if row.get(key) is not None]
+    if any(not isinstance(reasoning, str) for reasoning in reasonings):
         raise BadConversation("reasoning is not text", f"message {index}")
-    reasoning, content = (given[0], content) if given else split_thinking(content)
+    reasoning, content = (reasonings[0], content) if reasonings else split_thinking(content)
     for text in () if is_sampled else (reasoning, content):
         _raise_for_format(text, index)
-    old_form = row.get("function_call")
-    calls = _calls(row.get("tool_calls") or ([old_form] if old_form else []))
+    stored = row.get("tool_calls") or row.get("function_call") or []
+    calls = () if stored == "null" else _calls(stored)
     if not content.strip() and not calls and not is_sampled:
         raise BadConversation("assistant with neither content nor call", f"message {index}")
     return Message(role, content, reasoning, calls, trained)
@@ -161,18 +197,21 @@ def _message(row: object, index: int, *, is_sampled: bool) -> Message:
 
 def _raise_for_format(text: str, index: int) -> None:
     """Raise BadConversation if a text of the assistant holds a chat format as characters."""
-    if found := format_as_text(text):
-        raise BadConversation(found[0], f"{found[1]!r}, message {index}")
+    if match := format_as_text(text):
+        raise BadConversation(match[0], f"{match[1]!r}, message {index}")
 
 
 def _is_trained(row: Mapping) -> bool:
-    given = [row[key] for key in ("weight", "loss", "train") if row.get(key) is not None]
-    if any(value not in (0, 1) for value in given):
-        raise BadConversation("weight is neither 0 nor 1", repr(given))
-    return all(given)
+    weights = [row[key] for key in ("weight", "loss", "train") if row.get(key) is not None]
+    if any(value not in (0, 1) for value in weights):
+        raise BadConversation("weight is neither 0 nor 1", repr(weights))
+    return all(weights)
 
 
 def _calls(value: object) -> tuple[ToolCall, ...]:
+    """Return the calls of one turn: a list, one call, or JSON text of them."""
+    if isinstance(value, str):
+        value = decoded(value, "tool call is not JSON")
     rows = [value] if isinstance(value, Mapping) else value
     if not isinstance(rows, list) or any(not isinstance(row, Mapping) for row in rows):
         raise BadConversation("tool calls are not a list of objects", type(value).__name__)
@@ -182,32 +221,22 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise BadConversation("tool call without a name")
-        arguments = _decoded(function.get("arguments") or {}, "arguments are not JSON")
+        arguments = decoded(function.get("arguments") or {}, "arguments are not JSON")
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, Mapping):
             raise BadConversation("arguments are not an object", f"{name}: {type(arguments).__name__}")
-        calls.append(ToolCall(name, arguments))
+        calls.append(ToolCall(name, arguments, _id_of(row.get("id"))))
     return tuple(calls)
 
 
 def parse_tools(value: object) -> tuple[Mapping, ...]:
-    """Descriptions of tools: a list of objects, or its JSON text. Raises BadConversation if it is something else."""
-    tools = _decoded(value or [], "tools are not JSON")
+    """Parse descriptions of tools: a list of objects, or its JSON text. Raises BadConversation if it is something
+    else."""
+    tools = decoded(value or [], "tools are not JSON")
     tools = [] if tools is None else tools  # the text "null"
     if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):
         raise BadConversation("tools are not a list of objects", type(tools).__name__)
     return tuple(tools)
-
-
-def _decoded(value: object, reason: str) -> object:
-    """The value of a JSON text, or a value that JSON has."""
-    try:
-        if isinstance(value, str):
-            return json.loads(value)
-        json.dumps(value)  # a Parquet file can hold dates and bytes
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadConversation(reason, str(error)) from error
-    return value
 
 
 def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
@@ -217,22 +246,12 @@ def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping])
 
 
 def _raise_for_order(messages: Sequence[Message]) -> None:
-    """Raise BadConversation where a role cannot follow: GLM's next role marker is what ends an assistant's turn."""
-    last: Message | None = None
+    """Raise BadConversation for a result without a call. GLM's template can write all other orders of roles."""
     unanswered = 0
-    user_spoke = False
     for index, message in enumerate(messages):
+        if message.tool_calls:
+            unanswered = len(message.tool_calls)
         if message.role == "tool":
             if not unanswered:
                 raise BadConversation("tool message not behind a tool call", f"message {index}")
             unanswered -= 1
-        else:
-            before = None if last is None else last.role
-            open_call = last is not None and bool(last.tool_calls)
-            early = message.role == "assistant" and not user_spoke
-            if before not in _MAY_FOLLOW[message.role] or open_call or early:
-                place = f"behind {before}" if before else "at the beginning"
-                raise BadConversation("roles out of order", f"{message.role} {place}, message {index}")
-            unanswered = len(message.tool_calls)
-        user_spoke |= message.role == "user"
-        last = message

@@ -15,7 +15,8 @@ from glm46.compute.distributed.ranks import CheckpointError, RankLostError, Rank
 from glm46.storage.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, save_now
 
 _EXIT_SECONDS = 10.0
-"""How long the end of the process waits for a save: a thread that is cut while it holds the interpreter aborts it."""
+"""How long the exit of the process waits for a save. A thread that is killed while it holds the GIL aborts the
+process."""
 
 
 _ALIGNMENT_BYTES = 64
@@ -25,9 +26,12 @@ class _Save(threading.Thread):
     """The thread of one save; ``result`` is set when ``ended`` is."""
 
     def __init__(self, step: int, rank: int, work: Callable[[], int], stall_seconds: float):
-        # A daemon, because the end of the process must not wait without limit for storage that hangs.
+        # A daemon, because the exit of the process must not wait without limit for storage that hangs.
         super().__init__(name="checkpoint", daemon=True)
-        self._step, self._rank, self._work, self._stall_seconds = step, rank, work, stall_seconds
+        self._step = step
+        self._rank = rank
+        self._work = work
+        self._stall_seconds = stall_seconds
         self._started_at = time.perf_counter() - stall_seconds
         self.result: SaveOutcome | CheckpointError | RankLostError | None = None
         self.ended = threading.Event()
@@ -38,9 +42,9 @@ class _Save(threading.Thread):
             self.result = SaveOutcome(self._step, size, time.perf_counter() - self._started_at, self._stall_seconds)
         except (CheckpointError, RankLostError) as error:
             self.result = error
-        except BaseException as error:  # such as SystemExit; the stage of the save has sent it to the other ranks
+        except BaseException as error:  # such as SystemExit; `Ranks.stage` has reported it to the other ranks
             self.result = CheckpointError(describe_fault(self._rank, f"saving step {self._step}", error))
-            raise  # prints the traceback of a bug; nothing waits for this thread but `ended`
+            raise  # prints the traceback of a bug; callers wait on `ended`, not on the thread
         finally:
             self.ended.set()
 
@@ -54,7 +58,7 @@ def _wait_for_saves() -> None:
 
 
 class BackgroundSaver:
-    """Saves staged copies in a thread, one save at a time, over a process group of its own.
+    """Saves staged copies in a thread, one save at a time, over its own process group.
 
     The thread makes the same collectives in the same order on all ranks, so a save succeeds or fails on all of them. It
     is a thread because a process would need the tensors in shared memory and a second set of ranks.
@@ -89,20 +93,20 @@ class BackgroundSaver:
         self._save.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until no save is running on this rank, at most so long."""
+        """Wait until no save is running on this rank, at most this many seconds."""
         if self._save is not None:
             self._save.ended.wait(seconds)
 
     def take_ended(self) -> list[SaveOutcome]:
-        """The outcomes of finished saves, each once.
+        """Return the outcomes of finished saves, each once.
 
         Raises:
-            CheckpointError: a save failed. The outcomes of others stay for the next call.
+            CheckpointError: a save failed. The other outcomes stay for the next call.
             RankLostError: a rank has ended or does not answer; training's collectives fail too.
         """
         self._collect()
-        outcomes = [one for one in self._ended if isinstance(one, SaveOutcome)]
-        errors = [one for one in self._ended if not isinstance(one, SaveOutcome)]
+        outcomes = [result for result in self._ended if isinstance(result, SaveOutcome)]
+        errors = [result for result in self._ended if not isinstance(result, SaveOutcome)]
         self._ended = [*outcomes, *errors[1:]] if errors else []
         if errors:
             raise errors[0]
@@ -133,7 +137,7 @@ class Staging:
         """Copy this rank's part of each tensor; the copies are complete on return.
 
         Returns:
-            Name to CPU tensor of the local shape. The next call overwrites them.
+            CPU tensors of the local shape, by name. The next call overwrites them.
         """
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         layout = [(name, tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()]
@@ -151,13 +155,14 @@ class Staging:
 def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
     sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in local.values()]
     slab = host_bytes(sum(sizes), pin=any(tensor.is_cuda for tensor in local.values()))
-    copies, start = {}, 0
+    copies = {}
+    start = 0
     for (name, tensor), size in zip(local.items(), sizes, strict=True):
         if tensor.nbytes == 0:
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             continue
-        # Each has a storage of its own: DCP would copy a view before it writes it.
-        values = torch.frombuffer(slab[start : start + tensor.nbytes], dtype=torch.uint8)
-        copies[name] = values.view(tensor.dtype).view(tensor.shape)
+        # Each tensor has a separate storage: DCP would copy a view before it writes it.
+        flat = torch.frombuffer(slab[start : start + tensor.nbytes], dtype=torch.uint8)
+        copies[name] = flat.view(tensor.dtype).view(tensor.shape)
         start += size
     return copies

@@ -1,4 +1,4 @@
-"""Writing and reading tensors in the format of ``torch.distributed.checkpoint`` (DCP), without its silent failures.
+"""Writes and reads tensors in the format of ``torch.distributed.checkpoint`` (DCP), without its silent failures.
 
 Planner, file format and resharding are DCP's, so its tools read these files. This module adds: one writer thread per
 rank (with more, DCP 2.13 loses write errors), hashes computed while files are written, fsync after Python's buffer is
@@ -33,7 +33,9 @@ class _HashedFile:
 
     def __init__(self, path: Path, hasher: ThreadPoolExecutor):
         self._file = path.open("xb", buffering=WRITE_BYTES)
-        self._digest, self._hasher, self._length = hashlib.sha256(), hasher, 0
+        self._digest = hashlib.sha256()
+        self._hasher = hasher
+        self._length = 0
 
     def write(self, piece: Any) -> int:
         length = memoryview(piece).nbytes
@@ -54,12 +56,12 @@ class _HashedFile:
         return self._length
 
     def flush(self) -> None:
-        """Does nothing, like `close`: DCP calls both at unsuitable times, or never, and would wait for the disk."""
+        """Do nothing, like `close`: DCP calls both at unsuitable times, or never, and would wait for the disk."""
 
     close = flush
 
     def end(self) -> FileRecord:
-        """Close; the content is then on the disk."""
+        """Close the file and return its record; the content is then on the disk."""
         try:
             self._file.flush()
             fsync(self._file.fileno())
@@ -73,7 +75,8 @@ class _HashingFileSystem(FileSystem):
 
     def __init__(self, hasher: ThreadPoolExecutor, closer: Closer):
         self.records: dict[str, FileRecord] = {}
-        self._hasher, self._closer = hasher, closer
+        self._hasher = hasher
+        self._closer = closer
 
     @contextmanager
     def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
@@ -110,7 +113,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner for the live tensors, which reads the data from their staged copies if there are any."""
+    """DCP's planner for the live tensors; it reads the data from their staged copies if there are any."""
 
     def __init__(self, staged: Mapping[str, Tensor] | None):
         super().__init__()
@@ -133,17 +136,18 @@ def write_tensors(
 
     Args:
         folder: exists already.
-        tensors: name to Tensor or DTensor. A plain tensor under one name on several ranks must be the same everywhere.
+        tensors: Tensor or DTensor by name. A plain tensor under one name on several ranks must be the same everywhere.
         staged: this rank's part of each tensor in host memory, to be written instead of the live values.
         file_per_tensor: DCP holds all tensors of a file in memory; with one file each, ``staged`` may be lazy.
 
     Returns:
-        The files written by all ranks. They are on the disk.
+        The files written by all ranks, by name. They are on the disk.
     """
     _check_replicas(tensors, ranks, staged)
     with ThreadPoolExecutor(1) as hasher, Closer() as closer:
-        planner, writer = _Planner(staged), _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
-        # A plan and the results have a record of each tensor: megabytes, which only the first rank gets from all.
+        planner = _Planner(staged)
+        writer = _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
+        # A plan and the write results have a record of each tensor: megabytes, so only the first rank gets all of them.
         with ranks.stage("planning the save", to="first") as stage:
             planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
             writer.set_up_storage_writer(ranks.is_first)
@@ -158,18 +162,20 @@ def write_tensors(
             closer.finish()
         with ranks.stage("writing tensors") as records:
             records.value = writer.fs.records
-        files = {name: record for found in records.values for name, record in found.items()}
-        with ranks.stage("writing metadata") as last:
+        files = {name: record for rank_records in records.values for name, record in rank_records.items()}
+        with ranks.stage("writing metadata") as metadata_stage:
             if metadata is not None:
-                written = stage.values
-                writer.finish(metadata, written)
+                results = stage.values
+                writer.finish(metadata, results)
                 # torch 2.11 finishes a copy of the metadata.
-                metadata.storage_data = {result.index: result.storage_data for of_rank in written for result in of_rank}
+                metadata.storage_data = {
+                    result.index: result.storage_data for rank_results in results for result in rank_results
+                }
                 faults = check_metadata(folder, metadata, files)
                 if faults:  # DCP 2.13 can report success with records missing
                     raise OSError("; ".join(faults))
-                last.value = {METADATA: writer.fs.records[METADATA]}
-    return {**files, **last.values[0]}
+                metadata_stage.value = {METADATA: writer.fs.records[METADATA]}
+    return {**files, **metadata_stage.values[0]}
 
 
 def _check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None) -> None:
@@ -187,9 +193,9 @@ def _check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping
         stage.value = {name: _fingerprint(plain[name] if staged is None else staged[name]) for name in shared}
     with ranks.stage(work):
         for name in shared:
-            known = next(rank for rank, found in enumerate(stage.values) if name in found)
-            if stage.values[known][name] != stage.values[ranks.rank][name]:
-                raise ValueError(f"{name} differs from the one of rank {known}; give it a name per rank")
+            owner = next(rank for rank, fingerprints in enumerate(stage.values) if name in fingerprints)
+            if stage.values[owner][name] != stage.values[ranks.rank][name]:
+                raise ValueError(f"{name} differs from the one of rank {owner}; give it a name per rank")
 
 
 def _fingerprint(tensor: Tensor) -> str:
@@ -213,7 +219,7 @@ def read_tensors(
     If there is a fault, no tensor is changed on any rank. Mesh and world size may differ from the save's.
 
     Args:
-        tensors: what to fill; the ranks may ask for different names.
+        tensors: tensors to fill; the ranks may request different names.
         files: the files of the checkpoint, as its manifest lists them.
         optional: prefixes of names that may be absent from the checkpoint (the tensor keeps its value) or stay unread.
         ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
@@ -227,25 +233,26 @@ def read_tensors(
     with ranks.stage("reading metadata") as stage:
         metadata, faults = read_checked_metadata(folder, files)
         stage.value = faults if metadata is None else _name_faults(folder, tensors, metadata, optional)
-    faults = sorted({fault for found in stage.values for fault in found})
+    faults = sorted({fault for rank_faults in stage.values for fault in rank_faults})
     if metadata is None or faults:
         return faults
     stored = sorted(metadata.state_dict_metadata)
-    asked = ranks.any([name in tensors for name in stored])
-    unread = [name for name, is_asked in zip(stored, asked, strict=True) if not is_asked]
-    may_stay = (*optional, *ignored)
-    if faults := [name for name in unread if not name.startswith(may_stay)]:
+    are_requested = ranks.any([name in tensors for name in stored])
+    unread = [name for name, is_requested in zip(stored, are_requested, strict=True) if not is_requested]
+    may_be_unread = (*optional, *ignored)
+    if faults := [name for name in unread if not name.startswith(may_be_unread)]:
         return [f"{folder}: holds {name}, which this run does not know" for name in faults]
-    wanted = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
+    present = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
     with ranks.stage("reading tensors"):
-        fill_tensors(folder, metadata, wanted, is_first=ranks.is_first)
+        fill_tensors(folder, metadata, present, is_first=ranks.is_first)
     return []
 
 
 @torch.no_grad()
 def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
     """Fill tensors in place; the metadata is checked and lists all of them. Not collective."""
-    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
+    planner = DefaultLoadPlanner()
+    reader = FileSystemReader(folder)
     planner.set_up_planner(dict(tensors), metadata, is_first)
     reader.set_up_storage_reader(metadata, is_first)
     plan = reader.prepare_local_plan(planner.create_local_plan())

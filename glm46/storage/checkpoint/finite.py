@@ -25,59 +25,60 @@ def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Raise NotFiniteError on all ranks if the tensors of any rank hold NaN or infinity. Collective."""
     with ranks.stage("looking for values that are not finite") as stage:
         stage.value = names_not_finite(tensors)
-    if names := sorted({name for found in stage.values for name in found}):
+    if names := sorted({name for rank_names in stage.values for name in rank_names}):
         raise NotFiniteError(describe(names))
 
 
 @torch.no_grad()
 def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors whose local part holds NaN or infinity; one pass over the memory, one wait per device."""
+    """Return the names of the tensors whose local part holds NaN or infinity. One pass over the memory, one wait per
+    device."""
     extremes: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
         if local.is_floating_point() and local.numel():
             local = local.float() if local.dtype.itemsize == 1 else local
-            found = torch.stack(torch.aminmax(local)).double()  # NaN if any value is
-            extremes.setdefault(found.device, {})[name] = found
+            min_max = torch.stack(torch.aminmax(local)).double()  # NaN if any value is
+            extremes.setdefault(min_max.device, {})[name] = min_max
     bad = set()
-    for of_device in extremes.values():
-        are_finite = torch.stack([*of_device.values()]).isfinite().all(1).tolist()  # sync: once per device
-        bad |= {name for name, is_finite in zip(of_device, are_finite, strict=True) if not is_finite}
+    for by_name in extremes.values():
+        are_finite = torch.stack([*by_name.values()]).isfinite().all(1).tolist()  # sync: once per device
+        bad |= {name for name, is_finite in zip(by_name, are_finite, strict=True) if not is_finite}
     return [name for name in tensors if name in bad]
 
 
 def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:
-    """Faults of a checkpoint's values and of their index, one line each. Collective. ``files``: the files of the
+    """Return faults of a checkpoint's values and of their index, one line each. Collective. ``files``: the files of the
     checkpoint, verified."""
     with ranks.stage(f"reading the values of {folder}") as stage:
         metadata, faults = read_checked_metadata(folder, files)
         stage.value = faults, [] if metadata is None else _stored_names(folder, metadata, ranks)
-    faults = sorted({fault for found, _ in stage.values for fault in found})
-    names = sorted(name for _, found in stage.values for name in found)
+    faults = sorted({fault for rank_result, _ in stage.values for fault in rank_result})
+    names = sorted(name for _, rank_result in stage.values for name in rank_result)
     return faults or ([f"{folder}: {describe(names)}; it cannot be trained on"] if names else [])
 
 
 def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
-    """Names of tensors with values that are not finite, among this rank's share of the checkpoint."""
+    """Return the names of tensors with values that are not finite, among this rank's share of the checkpoint."""
     entries = tensor_entries(metadata).items()
     floating = sorted(name for name, entry in entries if entry.properties.dtype.is_floating_point)
-    mine = floating[ranks.rank :: ranks.size]
-    stored = {name: StoredTensor(folder, metadata, name) for name in mine}
-    return [name for name, one in stored.items() if any(names_not_finite({"": piece}) for piece in _pieces(one))]
+    local_names = floating[ranks.rank :: ranks.size]
+    tensors = {name: StoredTensor(folder, metadata, name) for name in local_names}
+    return [name for name, tensor in tensors.items() if any(names_not_finite({"": piece}) for piece in _pieces(tensor))]
 
 
 def _pieces(stored: StoredTensor) -> Iterable[Tensor]:
-    whole = (slice(None),) * len(stored.shape)
     if not stored.shape or stored.nbytes <= _PIECE_BYTES:
-        yield stored[whole]
+        yield stored.read()
         return
     rows = max(_PIECE_BYTES * stored.shape[0] // stored.nbytes, 1)
+    other_dimensions = [slice(None)] * (len(stored.shape) - 1)
     for first in range(0, stored.shape[0], rows):
-        yield stored[(slice(first, first + rows), *whole[1:])]
+        yield stored[(slice(first, first + rows), *other_dimensions)]
 
 
 def describe(names: Collection[str]) -> str:
-    """One line with the names, shortened if there are many."""
+    """Format the names as one line, shortened if there are many."""
     more = f" and {len(names) - _NAMES_SHOWN} more tensors" if len(names) > _NAMES_SHOWN else ""
     hold = "holds" if len(names) == 1 else "hold"
     return f"{', '.join(list(names)[:_NAMES_SHOWN])}{more} {hold} values that are not finite"

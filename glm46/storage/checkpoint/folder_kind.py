@@ -1,4 +1,5 @@
-"""Kinds of folders with weights, told apart by the files in them; one message for all that take another kind."""
+"""Kinds of folders with weights, told apart by the files in them, and one error message for a folder of the wrong
+kind."""
 
 import json
 from collections.abc import Iterator
@@ -7,9 +8,12 @@ from enum import Enum
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.files.regular_file import read_regular
 from glm46.storage.checkpoint.integrity import MANIFEST, META, published_steps, step_folder
 
-_METADATA, _CONFIG, _ADAPTER = ".metadata", "config.json", "adapter_config.json"
+_METADATA = ".metadata"
+_CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -30,8 +34,8 @@ class Kind(Enum):
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a path, from names of files alone. An incomplete step folder is one. Raises UserError if it cannot be
-    read."""
+    """Return the kind of a path, from file names alone. An incomplete step folder counts as a step folder. Raises
+    UserError if the path cannot be read."""
     try:
         if not path.is_dir():
             return Kind.FILE if path.exists() else Kind.ABSENT
@@ -57,48 +61,49 @@ def kind_of(path: Path) -> Kind:
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """The folders of steps that are this folder, or lie in the dump folder of a run."""
+    """Return the checkpoint folders at a path: the path itself, or those inside the dump folder of a run."""
     return [path] if published_steps(path) else sorted(_steps_of_run(path))
 
 
 def _steps_of_run(path: Path) -> Iterator[Path]:
     with suppress(OSError):
         for child in path.iterdir():
-            steps = published_steps(child)  # of exports too, in the folder beside
+            steps = published_steps(child)  # may be exports too, in a folder next to the checkpoints
             if steps and kind_of(step_folder(child, steps[-1])) in (Kind.STEP, Kind.OTHER):
                 yield child
 
 
-def require_kind(path: Path, *wanted: Kind) -> Kind:
-    """The kind of a path. Raises UserError if it is none of the wanted ones, with what it is and what takes it."""
+def require_kind(path: Path, *expected: Kind) -> Kind:
+    """Return the kind of a path. Raises UserError, with the actual kind and its uses, unless it is one of the expected
+    ones."""
     kind = kind_of(path)
-    if kind not in wanted:
-        raise UserError(f"{path}: {_described(path, kind, wanted)}")
+    if kind not in expected:
+        raise UserError(f"{path}: {_described(path, kind, expected)}")
     return kind
 
 
-def _described(path: Path, kind: Kind, wanted: tuple[Kind, ...]) -> str:
-    expected = " or ".join(one.value for one in wanted)
+def _described(path: Path, kind: Kind, expected_kinds: tuple[Kind, ...]) -> str:
+    options = " or ".join(option.value for option in expected_kinds)
     if kind is Kind.ABSENT:
-        known = ", ".join(map(str, published_steps(path.parent)))
-        return f"no such folder; give {expected}" + (f"; steps in {path.parent}: {known}" if known else "")
+        steps = ", ".join(map(str, published_steps(path.parent)))
+        return f"no such folder; give {options}" + (f"; steps in {path.parent}: {steps}" if steps else "")
     if kind is Kind.FILE:
-        return f"is a file; give its folder, {expected}"
+        return f"is a file; give its folder, {options}"
     if kind in (Kind.STEPS, Kind.RUN):
         folder = checkpoint_folders(path)[-1]
-        of_run = "" if kind is Kind.STEPS else f"this is {kind.value}; "
-        return f"{of_run}it holds steps; give one of them, such as {step_folder(folder, published_steps(folder)[-1])}"
+        run_hint = "" if kind is Kind.STEPS else f"this is {kind.value}; "
+        return f"{run_hint}it holds steps; give one of them, such as {step_folder(folder, published_steps(folder)[-1])}"
     if kind is Kind.PEFT:
-        merged = "--adapter and adapter.initial_load_path take it, convert merge makes a whole model"
-        return f"this is {kind.value} with adapters{_base_of(path)}; {merged}; give {expected} here"
+        adapter_hint = "--adapter and adapter.initial_load_path take it, convert merge makes a whole model"
+        return f"this is {kind.value} with adapters{_base_of(path)}; {adapter_hint}; give {options} here"
     if kind in _TAKERS:
-        return f"this is {kind.value}{_TAKERS[kind]}; give {expected} here"
+        return f"this is {kind.value}{_TAKERS[kind]}; give {options} here"
     names = f"neither {Kind.HUGGING_FACE.value} ({_CONFIG}) nor {Kind.STEP.value} ({MANIFEST})"
-    return f"{names}{pickle_hint(path)}; give {expected}"
+    return f"{names}{pickle_hint(path)}; give {options}"
 
 
 def pickle_hint(folder: Path) -> str:
-    """The end of a message for a folder whose weights are pickles; empty if there are none."""
+    """Return the end of a message about a folder whose weights are pickles; empty if it has no pickles."""
     pickles = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
     return f"; {pickles[0]} is a pickle, which can run any code: convert it to safetensors" if pickles else ""
 
@@ -116,6 +121,6 @@ _TAKERS = {
 
 def _base_of(path: Path) -> str:
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        base = json.loads((path / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads(read_regular(path / _ADAPTER)).get("base_model_name_or_path")
         return f", of the base {base}" if base else ""
     return ""

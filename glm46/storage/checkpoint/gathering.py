@@ -1,6 +1,6 @@
-"""Gathering node-local saves on shared storage: copy, compare, publish, then remove the local files.
+"""Gathers node-local saves on shared storage: copy, compare, publish, then remove the local files.
 
-A local disk is fast and is lost with its node: until a save is gathered it protects against a crash of the run only.
+A local disk is fast and is lost with its node: until a save is gathered, it only protects against a crash of the run.
 Loading always reads the shared folder. A node-local save leaves on each node a step folder with the same
 ``manifest.json``, ``.metadata`` and ``meta.json``, and the tensor files that this node's ranks wrote; the parts of one
 save have the same hash of their manifest. Files are copied to ``step-000123.gather`` in the shared folder and compared
@@ -28,7 +28,7 @@ from glm46.storage.checkpoint.integrity import (
 )
 from glm46.storage.checkpoint.publish import make_durably, remove, rename_draft, repair
 
-if TYPE_CHECKING:  # the script that gathers starts many processes, none of which needs torch
+if TYPE_CHECKING:  # scripts/consolidate_checkpoints.py starts many processes, none of which needs torch
     from glm46.compute.distributed.ranks import Ranks
 
 _COPY_BYTES = 1 << 22
@@ -44,7 +44,8 @@ class NodeFolder:
 
     @classmethod
     def of_this_rank(cls, path: Path, ranks: "Ranks") -> "NodeFolder":
-        """Collective. Ranks share a node when host name and folder are the same."""
+        """Return the folder of this rank's node. Collective. Ranks share a node if host name and folder are the
+        same."""
         node = (socket.gethostname(), str(Path(path).absolute()))
         return cls(Path(path), is_leader=ranks.all_gather(node).index(node) == ranks.rank)
 
@@ -59,15 +60,15 @@ class NodePart:
     saved_at: float
     """Seconds since the epoch."""
     files: tuple[str, ...]
-    """Files that are here with the length in the manifest."""
+    """Files on this node with the length in the manifest."""
     wanted: tuple[str, ...]
     """All files that the manifest lists."""
 
 
 def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
-    """Copy the newest save that is whole over all nodes to the shared folder, then free the local disks. Collective.
+    """Copy the newest save that is complete over all nodes to the shared folder, then free the local disks. Collective.
 
-    Does nothing when no save is whole, or the shared folder has a later one of the same step.
+    Does nothing when no save is complete, or the shared folder has a later save of the same step.
 
     Args:
         output: the shared checkpoint folder.
@@ -86,8 +87,9 @@ def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
     saves = whole_saves(part for parts in stage.values for part in parts)
     if not saves:
         return
-    newest, mine = saves[-1], stage.values[ranks.rank]
-    has_part = any(part.seal == newest.seal for part in mine)
+    newest = saves[-1]
+    local_parts = stage.values[ranks.rank]
+    has_part = any(part.seal == newest.seal for part in local_parts)
     with ranks.stage("looking at the shared folder") as shared:
         if ranks.is_first:
             shared.value = is_gathered(output, newest), is_superseded(output, newest)
@@ -106,8 +108,8 @@ def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
     with ranks.stage("removing node-local files"):
         if has_part:
             _raise_if(remove_part(node.path, output, newest))
-        for part in mine:
-            if part.step < newest.step:  # superseded by the one just gathered
+        for part in local_parts:
+            if part.step < newest.step:  # superseded by the gathered save
                 remove(step_folder(node.path, part.step))
 
 
@@ -117,17 +119,20 @@ def _raise_if(faults: list[str]) -> None:
 
 
 def parts_in(local: Path) -> tuple[list[NodePart], list[str]]:
-    """The parts in a node-local folder, oldest first, and the faults of those that cannot be used."""
-    parts, faults = [], []
+    """Return the parts in a node-local folder, oldest first, and the faults of parts that cannot be used."""
+    parts = []
+    faults = []
     for step in published_steps(local):
         path = step_folder(local, step)
-        body, found = read_manifest(path, step)
+        body, part_faults = read_manifest(path, step)
         if body is None:
-            faults += found
+            faults += part_faults
             continue
         records = records_of(body)
-        here = tuple(name for name, record in sorted(records.items()) if _has_length(path / name, record))
-        parts.append(NodePart(step, hash_file(path / MANIFEST).sha256, body["saved_at"], here, tuple(sorted(records))))
+        complete_files = tuple(name for name, record in sorted(records.items()) if _has_length(path / name, record))
+        parts.append(
+            NodePart(step, hash_file(path / MANIFEST).sha256, body["saved_at"], complete_files, tuple(sorted(records)))
+        )
     return parts, faults
 
 
@@ -136,22 +141,26 @@ def _has_length(path: Path, record: FileRecord) -> bool:
 
 
 def whole_saves(parts: Iterable[NodePart]) -> list[NodePart]:
-    """The saves of which every file is on some node, oldest first, each as one part with all files."""
-    held: dict[str, set[str]] = {}
-    one_of: dict[str, NodePart] = {}
+    """Return the saves whose files are all on some node, oldest first, each as one part with all files."""
+    files_by_seal: dict[str, set[str]] = {}
+    part_by_seal: dict[str, NodePart] = {}
     for part in parts:
-        held.setdefault(part.seal, set()).update(part.files)
-        one_of[part.seal] = part
-    whole = [replace(part, files=part.wanted) for seal, part in one_of.items() if held[seal] == set(part.wanted)]
-    return sorted(whole, key=lambda part: (part.step, part.saved_at))
+        files_by_seal.setdefault(part.seal, set()).update(part.files)
+        part_by_seal[part.seal] = part
+    saves = [
+        replace(part, files=part.wanted)
+        for seal, part in part_by_seal.items()
+        if files_by_seal[seal] == set(part.wanted)
+    ]
+    return sorted(saves, key=lambda part: (part.step, part.saved_at))
 
 
 def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
-    """Copy this node's files of a save to the ``.gather`` folder of the shared storage; whole copies there are kept.
+    """Copy this node's files of a save to the ``.gather`` folder of the shared storage; complete copies there are kept.
     Raises OSError if the shared storage refuses.
 
     Returns:
-        Faults, one line each; empty when all files of this node have arrived whole.
+        Faults, one line each; empty when all files of this node were copied completely.
     """
     source = step_folder(local, save.step)
     body, faults = read_manifest(source, save.step)
@@ -159,11 +168,11 @@ def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
         return [*faults, f"{source}: is no longer the save that was asked for"]
     target = gather_folder(output, save.step)
     make_durably(target)
-    # Only this node's files; the manifest lists those of all nodes.
-    here = [(name, record) for name, record in records_of(body).items() if _has_length(source / name, record)]
+    # Only this node's files; the manifest lists the files of all nodes.
+    local_files = [(name, record) for name, record in records_of(body).items() if _has_length(source / name, record)]
     with ThreadPoolExecutor(_COPY_THREADS) as threads:
-        arrived = threads.map(lambda file: _copy_file(source / file[0], target / file[0], file[1]), here)
-        faults = [fault for found in arrived for fault in found]
+        file_faults = threads.map(lambda file: _copy_file(source / file[0], target / file[0], file[1]), local_files)
+        faults = [fault for one_file in file_faults for fault in one_file]
     sync_folder(target)
     return faults
 
@@ -171,15 +180,15 @@ def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
 def _copy_file(source: Path, target: Path, record: FileRecord) -> list[str]:
     if target.is_file() and not check_hash(target, record):
         return []
-    # Every node copies the small files: each writes under a name of its own.
-    arriving = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}.part")
-    _copy_durably(source, arriving)
-    found = hash_file(arriving)
-    if found == record:
-        os.replace(arriving, target)
+    # Every node copies the small files, so each writes under a different name.
+    draft = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}.part")
+    _copy_durably(source, draft)
+    copied = hash_file(draft)
+    if copied == record:
+        os.replace(draft, target)
         return []
-    arriving.unlink()
-    return [f"{source}: arrived with SHA-256 {found.sha256}, expected {record.sha256}"]
+    draft.unlink()
+    return [f"{source}: arrived with SHA-256 {copied.sha256}, expected {record.sha256}"]
 
 
 def _copy_durably(source: Path, target: Path) -> None:
@@ -189,12 +198,12 @@ def _copy_durably(source: Path, target: Path) -> None:
 
 
 def gather_folder(output: Path, step: int) -> Path:
-    """The folder that the files of a save are copied to until all have arrived."""
+    """Return the folder that the files of a save are copied to until all are there."""
     return step_folder(output, step).with_suffix(".gather")
 
 
 def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
-    """Publish a gathered save. Lengths are compared here; the nodes have compared hashes when they copied.
+    """Publish a gathered save. Only lengths are compared; the nodes compared hashes when they copied.
 
     Args:
         manifest: content of the manifest, equal on all nodes.
@@ -208,7 +217,7 @@ def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
     if body is None:
         return faults
     for leftover in {path.name for path in draft.iterdir()} - set(records_of(body)) - {MANIFEST}:
-        (draft / leftover).unlink()  # of an interrupted copy, or of another save of this step
+        (draft / leftover).unlink()  # from an interrupted copy, or from another save of this step
     _, faults = quick_faults(draft, step)
     if not faults:
         rename_draft(draft, step)
@@ -216,13 +225,13 @@ def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
 
 
 def is_gathered(output: Path, save: NodePart) -> bool:
-    """True if the shared folder has this save, without faults in the quick checks."""
+    """Return True if the shared folder has this save, without faults in the quick checks."""
     path = step_folder(output, save.step)
     return not quick_faults(path, save.step)[1] and hash_file(path / MANIFEST).sha256 == save.seal
 
 
 def is_superseded(output: Path, part: NodePart) -> bool:
-    """True if the shared folder has a later whole save of this step."""
+    """Return True if the shared folder has a later complete save of this step."""
     body, _ = quick_faults(step_folder(output, part.step), part.step)
     return body is not None and body["saved_at"] > part.saved_at
 

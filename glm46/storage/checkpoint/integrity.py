@@ -8,13 +8,15 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm46.files.durable import FileRecord, create_durably, hash_file
-from glm46.files.file_content import known_fault
+from glm46.files.file_content import known_fault, read_json_object
+from glm46.files.regular_file import is_file_name, read_regular
 
 if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported
     from glm46.compute.distributed.ranks import Ranks
@@ -22,23 +24,25 @@ if TYPE_CHECKING:  # the launcher reads the names of steps before torch is impor
 MANIFEST = "manifest.json"
 META = "meta.json"
 FORMAT = 2
+VALIDATION_STEP = "validation_step"
+"""Key of the step at which the validation loss of a manifest was measured."""
 _PUBLISHED = re.compile(r"step-(\d{6,})")
 _FILES_AT_ONCE = 8
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return folder / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a folder's name, or None if it is not the name of a published checkpoint."""
+    """Return the step in a folder's name, or None if it is not the name of a published checkpoint."""
     match = _PUBLISHED.fullmatch(path.name)
     return int(match[1]) if match and step_folder(path.parent, int(match[1])) == path else None
 
 
 def published_steps(folder: Path) -> list[int]:
-    """Steps with a published folder, oldest first, complete or not."""
+    """Return the steps with a published folder, oldest first, complete or not."""
     if not folder.is_dir():
         return []
     steps = (step_of(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -46,7 +50,7 @@ def published_steps(folder: Path) -> list[int]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps whose manifest is whole and whose files have the right length; contents are not read."""
+    """Return the steps whose manifest is complete and whose files have the right length; contents are not read."""
     return [step for step in published_steps(folder) if not quick_faults(step_folder(folder, step), step)[1]]
 
 
@@ -62,7 +66,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The body of a folder's manifest, or None, and the faults found.
+    """Return the body of a folder's manifest, or None, and the faults.
 
     Args:
         folder: a published checkpoint.
@@ -70,46 +74,60 @@ def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None
     """
     path = folder / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except FileNotFoundError:
         return None, [f"{path}: missing, so the checkpoint is incomplete"]
     except OSError as error:
         return None, [f"{path}: cannot be read: {error.strerror}"]
     try:
         sealed = json.loads(content)
-        body, seal = sealed["body"], sealed["sha256"]
-        found = hashlib.sha256(_canonical(body)).hexdigest()
+        body = sealed["body"]
+        seal = sealed["sha256"]
+        digest = hashlib.sha256(_canonical(body)).hexdigest()
+        is_canonical = content == _canonical(sealed)
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, [f"{path}: {known_fault(path) or f'damaged ({type(error).__name__}: {error})'}"]
-    if found != seal or content != _canonical(sealed):
-        return None, [f"{path}: damaged: its content has SHA-256 {found}, it states {seal}"]
+    if digest != seal or not is_canonical:
+        return None, [f"{path}: damaged: its content has SHA-256 {digest}, it states {seal}"]
     if body["format"] != FORMAT:
         return None, [f"{path}: format {body['format']}, but this version of glm46 reads format {FORMAT}"]
     if step is not None and body["step"] != step:
         return None, [f"{path}: manifest is for step {body['step']}, the folder name says step {step}"]
-    outside = [f"{path}: names a file outside its folder: {name!r}" for name in files if Path(name).name != name]
+    outside = [f"{path}: names a file outside its folder: {name!r}" for name in files if not is_file_name(name)]
     return None if outside else body, outside
 
 
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read the meta of a step folder. Raises UserError if it is missing or damaged."""
+    return read_json_object(folder / META, "take another checkpoint")
+
+
 def records_of(body: dict[str, Any]) -> dict[str, FileRecord]:
-    """The files that a manifest lists."""
+    """Return the files that a manifest lists."""
     return {name: FileRecord(**record) for name, record in body["files"].items()}
 
 
+def has_undated_loss(body: dict[str, Any]) -> bool:
+    """Return True if a manifest has a validation loss without its step. Earlier versions wrote the last loss of the
+    run, which may have been measured at an earlier step."""
+    return body["validation_loss"] is not None and VALIDATION_STEP not in body
+
+
 def quick_faults(path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The manifest's body, None if there are faults, and the faults that can be found without reading the other files.
-    Not collective."""
+    """Return the manifest's body, None if there are faults, and the faults that can be found without reading the other
+    files. Not collective."""
     if not path.is_dir():
-        known = ", ".join(map(str, published_steps(path.parent))) or "none"
-        return None, [f"{path}: no such checkpoint; steps in {path.parent}: {known}"]
+        steps = ", ".join(map(str, published_steps(path.parent))) or "none"
+        return None, [f"{path}: no such checkpoint; steps in {path.parent}: {steps}"]
     body, faults = read_manifest(path, step)
     faults = faults if body is None else check_files(path, body)
     return None if faults else body, faults
 
 
 def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
-    """Faults of a folder that must hold exactly the listed files, each an ordinary file of the listed length."""
+    """Check that a folder holds exactly the listed files, each an ordinary file of the listed length. Returns the
+    faults."""
     records = records_of(body)
     present = {entry.name: entry for entry in os.scandir(folder)}
     faults = [f"{folder / name}: not in the manifest" for name in sorted(set(present) - set(records) - {MANIFEST})]
@@ -120,29 +138,40 @@ def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
         elif not entry.is_file(follow_symlinks=False):
             faults.append(f"{folder / name}: not an ordinary file")
         elif entry.stat().st_size != record.bytes:
-            found = known_fault(folder / name, allowed=(b"pk\x03\x04", b"\x80"))
-            faults.append(f"{folder / name}: {found or f'{entry.stat().st_size} bytes, expected {record.bytes}'}")
+            cause = known_fault(folder / name, allowed=(b"pk\x03\x04", b"\x80"))
+            faults.append(f"{folder / name}: {cause or f'{entry.stat().st_size} bytes, expected {record.bytes}'}")
     return faults
 
 
 def check_hash(path: Path, record: FileRecord) -> list[str]:
-    """The fault of one file whose content differs from its record, if any."""
+    """Compare one file's content with its record. Returns its fault, if any."""
     try:
-        found = hash_file(path)
+        actual = hash_file(path)
     except OSError as error:
         return [f"{path}: cannot be read: {error.strerror}"]
-    return [] if found == record else [f"{path}: SHA-256 {found.sha256}, expected {record.sha256}"]
+    return [] if actual == record else [f"{path}: SHA-256 {actual.sha256}, expected {record.sha256}"]
+
+
+def hash_files(files: Sequence[Path], ranks: "Ranks") -> dict[str, str]:
+    """Return the SHA-256 of each file by its name; each rank reads its share, several files at a time. Collective.
+    Raises CheckpointError on all ranks if a file cannot be read."""
+    local_files = files[ranks.rank :: ranks.size]
+    with ranks.stage(f"hashing {files[0].parent}") as stage, ThreadPoolExecutor() as pool:
+        stage.value = {
+            file.name: hashed.sha256 for file, hashed in zip(local_files, pool.map(hash_file, local_files), strict=True)
+        }
+    return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
 
 
 def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[str, Any] | None, list[str]]:
-    """The manifest's body, None if there are faults, and all faults of a checkpoint, one line each, equal on all ranks.
-    Collective.
+    """Return the manifest's body, None if there are faults, and all faults of a checkpoint, one line each, equal on all
+    ranks. Collective.
 
     Rank 0 makes the quick checks; each rank then hashes its share of the files.
 
     Args:
         path: the step folder.
-        step: the step that the manifest must state; None accepts any.
+        step: the step that the manifest must have; None accepts any.
     """
     with ranks.stage(f"verifying {path}") as stage:
         if ranks.is_first:
@@ -152,10 +181,10 @@ def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[st
         return None, faults
     with ranks.stage(f"verifying {path}") as stage:
         largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
-        mine = largest_first[ranks.rank :: ranks.size]
-        # Many ranks on one machine already keep its cores busy; one rank alone hashes several files at once.
+        local_files = largest_first[ranks.rank :: ranks.size]
+        # Many ranks on one machine already keep its cores busy; one rank alone hashes several files in parallel.
         with ThreadPoolExecutor(min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))) as pool:
-            checked = pool.map(lambda item: check_hash(path / item[0], item[1]), mine)
+            checked = pool.map(lambda item: check_hash(path / item[0], item[1]), local_files)
             stage.value = [fault for faults in checked for fault in faults]
     faults = [fault for faults in stage.values for fault in faults]
     return None if faults else body, faults

@@ -1,6 +1,5 @@
-"""Checkpoints for the trainer: save a step, find the newest whole one, load it. Loads are verified."""
+"""Checkpoints for the trainer: save a step, find the newest complete one, load it. Loads are verified."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +14,28 @@ from glm46.storage.checkpoint.background import BackgroundSaver
 from glm46.storage.checkpoint.dcp import read_tensors
 from glm46.storage.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
 from glm46.storage.checkpoint.gathering import NodeFolder, gather
-from glm46.storage.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
+from glm46.storage.checkpoint.integrity import (
+    published_steps,
+    read_meta,
+    records_of,
+    step_folder,
+    step_of,
+    verify_folder,
+)
 from glm46.storage.checkpoint.publish import Retention, repair, set_aside
 from glm46.storage.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, encode_meta, save_now
 
 _LOG = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 1.0
-"""Between two exchanges of ranks that wait for a save."""
+"""Interval at which ranks that wait for a save exchange its state."""
 
 
 class CheckpointManager:
     """Checkpoints of one run, in ``folder/step-000123/``, seen by all ranks.
 
-    A checkpoint is tensors (``name -> Tensor or DTensor``, written through DCP) and ``meta`` (JSON). Making a manager
-    is collective. So is every method that says so: all ranks call it, and all return or all raise.
+    A checkpoint is tensors (``name -> Tensor or DTensor``, written through DCP) and ``meta`` (JSON). The constructor is
+    collective, and so is every method marked as such: all ranks call it, and all return or all raise.
 
     Args:
         folder: holds the step folders; the first save makes it.
@@ -60,7 +66,7 @@ class CheckpointManager:
 
     @property
     def loaded_step(self) -> int | None:
-        """The step of ``folder`` that was loaded last, if any."""
+        """The step in ``folder`` that was loaded last, if any."""
         return max(self._in_use, default=None)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **facts: Any) -> SaveOutcome:
@@ -70,7 +76,7 @@ class CheckpointManager:
 
         Args:
             tensors: the ranks may hold different names. A plain tensor that several ranks hold under one name must be
-                equal on all of them; what differs (an RNG state) carries the rank in its name.
+                equal on all of them; a value that differs (an RNG state) carries the rank in its name.
             meta: JSON values; rank 0's are stored.
             facts: ``validation_loss`` and ``is_good`` of `Snapshot`; rank 0's are used.
 
@@ -86,8 +92,8 @@ class CheckpointManager:
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
     def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **facts: Any) -> bool:
-        """Copy the tensors to host memory and return; a thread saves the copies. Arguments as ``save``. Collective.
-        Raises CheckpointError on all ranks when copying failed on some rank, such as for lack of memory.
+        """Copy the tensors to host memory and return; a thread saves the copies. Arguments as in ``save``. Collective.
+        Raises CheckpointError on all ranks when copying failed on some rank, for example for lack of memory.
 
         Returns:
             Whether the save was started. No rank starts one while the previous one is running on some rank, so a slow
@@ -102,7 +108,8 @@ class CheckpointManager:
         return True
 
     def poll(self) -> list[SaveOutcome]:
-        """The background saves that ended since the last call. Call it every step; it costs nothing. Not collective.
+        """Return the background saves that ended since the last call. Call it every step; it costs nothing. Not
+        collective.
 
         All ranks get the same outcomes, but perhaps a step apart: report them, and base no decision on them.
 
@@ -117,7 +124,8 @@ class CheckpointManager:
         self._background.forget_ended()
 
     def not_finite(self, tensors: Mapping[str, Tensor]) -> str:
-        """One line naming the tensors that hold NaN or infinity on any rank; empty if there are none. Collective."""
+        """Return one line naming the tensors that hold NaN or infinity on any rank; empty if all are finite.
+        Collective."""
         try:
             refuse_not_finite(tensors, self._ranks)
         except NotFiniteError as error:
@@ -133,7 +141,7 @@ class CheckpointManager:
         return self._background.take_ended()
 
     def newest(self, *, before: int | None = None) -> int | None:
-        """The newest step whose files are all whole, or None if there is no checkpoint. Collective.
+        """Return the newest complete and undamaged step, or None if there is no checkpoint. Collective.
 
         Gathers node-local saves first. Skips damaged checkpoints with a warning for each fault.
 
@@ -175,12 +183,13 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Fill tensors in place from a checkpoint, on any mesh and world size. Collective.
 
-        Strict: the checkpoint must hold each name with the same shape and dtype, and some rank must ask for each name
+        Strict: the checkpoint must hold each name with the same shape and dtype, and some rank must request each name
         of the checkpoint.
 
         Args:
-            source: a step of this run, or another step folder, such as the last one of the previous phase. After a step
-                of this run the next save sets aside later checkpoints, because the run has left their branch.
+            source: a step of this run, or another step folder, such as the last one of the previous phase. After
+                loading a step of this run, the next save sets aside later checkpoints, because the run has left their
+                branch.
             optional: prefixes of names that may be missing from the checkpoint, or from this run.
             ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
 
@@ -201,13 +210,14 @@ class CheckpointManager:
             raise UserError(*faults)
         with self._ranks.stage("reading meta") as stage:
             if self._ranks.is_first:
-                stage.value = json.loads((path / META).read_bytes())
+                stage.value = read_meta(path)
         if isinstance(source, int):
-            self._in_use, self._branch_point = {source}, source
+            self._in_use = {source}
+            self._branch_point = source
         return stage.values[0]
 
     def _begin(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], facts: dict) -> Snapshot:
-        """The content of a save that starts now. Collective."""
+        """Return the content of a save that starts now. Collective."""
         self._set_aside_newer()
         self._verified.pop(step_folder(self.folder, step), None)
         with self._ranks.stage("writing meta as JSON"):
@@ -215,7 +225,7 @@ class CheckpointManager:
             return Snapshot(*content, before_publishing=self.before_publishing, **facts)
 
     def _is_any_rank_saving(self) -> bool:
-        """True if a background save is running on some rank. Collective."""
+        """Return True if a background save is running on some rank. Collective."""
         return any(self._ranks.all_gather(self._background.is_busy))
 
     def _wait_for_save(self) -> None:
@@ -237,8 +247,8 @@ class CheckpointManager:
         self._branch_point = None
 
     def _verify(self, path: Path) -> tuple[dict[str, Any] | None, list[str]]:
-        """The manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless the
-        manifest says that the save has. Collective."""
+        """Return the manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless
+        the manifest records that the save checked them. Collective."""
         if path not in self._verified:
             body, faults = verify_folder(path, step_of(path), self._ranks)
             if body is not None and not body.get("finite", False):

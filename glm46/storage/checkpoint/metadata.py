@@ -8,9 +8,9 @@ import enum
 import io
 import math
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,41 +18,75 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from glm46.files.durable import FileRecord
 from glm46.files.file_content import known_fault
+from glm46.files.regular_file import read_regular
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
 _CLASSES = (
-    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-)  # fmt: skip
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
 _ALLOWED = {
     *((_DCP + "metadata", name) for name in _CLASSES),
     (_DCP + "filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
-# DCP's own writer stores the path that it wrote to. Python 3.13 names the classes by another module.
+# DCP's own writer stores the path that it wrote to. Python 3.13 has these classes in another module.
 _PATHS = {
     (module, kind + name): pure
     for module in ("pathlib", "pathlib._local")
     for name, pure in (("PosixPath", PurePosixPath), ("WindowsPath", PureWindowsPath))
     for kind in ("", "Pure")
 }
+_FOREIGN_OPERATIONS = (
+    pickle.PERSID,
+    pickle.BINPERSID,
+    pickle.INST,
+    pickle.OBJ,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+)
 # All that a damaged or hostile pickle can raise.
 _BROKEN_PICKLE = (
-    pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError, OverflowError,
-    MemoryError, RecursionError, SystemError, RuntimeError,
-)  # fmt: skip
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    SystemError,
+    RuntimeError,
+)
 
 
 def _enum_member(owner: Any, name: str) -> enum.Enum:
-    """Stands for `getattr`: Python 3.11.2, for one, pickles a member of an enum as ``getattr(enum, name)``."""
+    """Replacement of `getattr`: some Pythons, such as 3.11.2, pickle a member of an enum as ``getattr(enum, name)``."""
     if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
         raise pickle.UnpicklingError("it names builtins.getattr for more than a member of an enum; nothing was run")
     return owner[name]
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Unpickler that makes the objects of DCP metadata and no others.
+
+    It is based on Python's own unpickler, not the one in C: that one lets a pickle set attributes of the allowed
+    classes, and allocates as much memory as a pickle claims. Reading takes about three times as long.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
@@ -64,15 +98,36 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP metadata does not use; nothing was run")
 
+    def _build(self) -> None:
+        target = self.stack[-2]  # type: ignore[attr-defined]  # typeshed lacks it
+        kind = type(target)
+        if (kind.__module__, kind.__qualname__) not in _ALLOWED or isinstance(target, enum.Enum):
+            raise pickle.UnpicklingError(
+                f"it changes {target!r:.80}, which is no part of DCP metadata; nothing was run"
+            )
+        self.load_build()  # type: ignore[attr-defined]  # typeshed lacks it
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it has an operation that DCP metadata does not use; nothing was run")
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: _build,
+        # Reserves memory before it reads.
+        pickle.BYTEARRAY8[0]: _refuse,
+        # Make or fetch objects without find_class, or by classes of other pickles.
+        **dict.fromkeys((code[0] for code in _FOREIGN_OPERATIONS), _refuse),
+    }
+
 
 def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
-    """DCP's metadata of a checkpoint folder, or None, and the faults found. Never runs code from the file.
+    """Read DCP's metadata of a checkpoint folder: the metadata, or None, and the faults. Never runs code from the file.
 
     Source: torch/distributed/checkpoint/filesystem.py, ``FileSystemReader.read_metadata``.
     """
     path = folder / METADATA
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(read_regular(path))).load()
     except OSError as error:
         return None, [f"{path}: cannot be read: {error.strerror}"]
     except _BROKEN_PICKLE as error:
@@ -86,14 +141,14 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
 
 
 def read_checked_metadata(folder: Path, files: Mapping[str, FileRecord]) -> tuple[Metadata | None, list[str]]:
-    """As `read_metadata`, for metadata that fits the files of its checkpoint; see `check_metadata`."""
+    """Read metadata like `read_metadata`, and check that it fits the files of its checkpoint; see `check_metadata`."""
     metadata, faults = read_metadata(folder)
     faults = faults if metadata is None else check_metadata(folder, metadata, files)
     return None if faults else metadata, faults
 
 
 def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors that metadata lists, by name; of checked metadata all entries."""
+    """Return the tensors that metadata lists, by name; for checked metadata these are all entries."""
     entries = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
@@ -101,8 +156,8 @@ def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 def check_metadata(
     folder: Path, metadata: Metadata, files: Mapping[str, FileRecord], names: Collection[str] | None = None
 ) -> list[str]:
-    """Faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced records.
-    ``names``: entries to check; None: all."""
+    """Return faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced
+    records. ``names``: entries to check; None: all."""
     try:
         return _metadata_faults(folder, metadata, files, metadata.state_dict_metadata if names is None else names)
     except (TypeError, AttributeError, ValueError, MemoryError) as error:  # fields of other types than DCP writes
@@ -127,21 +182,22 @@ def _metadata_faults(
     return faults
 
 
-def _record_fault(info: Any, least: int, files: Mapping[str, FileRecord]) -> str | None:
-    """The fault of a record with at least so many bytes; None if there is none."""
+def _record_fault(info: Any, min_bytes: int, files: Mapping[str, FileRecord]) -> str | None:
+    """Return the fault of a record that must hold at least ``min_bytes``; None if there is no fault."""
     if info is None:
         return "no stored record"
     if (record := files.get(info.relative_path)) is None:
         return f"stored in {info.relative_path!r}, which is not a file of this checkpoint"
     if getattr(info, "transform_descriptors", None):
         return f"stored through {', '.join(info.transform_descriptors)}; save it without such extensions"
-    if not (info.offset >= 0 and info.length >= least and info.offset + info.length <= record.bytes):
+    if not (info.offset >= 0 and info.length >= min_bytes and info.offset + info.length <= record.bytes):
         return f"bytes {info.offset} to {info.offset + info.length} of {info.relative_path} cannot hold it"
     return None
 
 
 def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> str | None:
-    """None when the chunks hold every element exactly once. Counts chunks on the grid made by their own edges."""
+    """Return None if the chunks hold every element exactly once, else the fault. Counts chunks on the grid of their
+    edges."""
     boxes = [
         tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
         for chunk in chunks

@@ -23,7 +23,7 @@ LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
 
 
 def draft_folder(folder: Path, step: int) -> Path:
-    """The folder that a save of a step works in."""
+    """Return the folder that a save of a step works in."""
     return step_folder(folder, step).with_suffix(".tmp")
 
 
@@ -41,7 +41,7 @@ def open_draft(folder: Path, step: int) -> Path:
 
 
 def make_durably(folder: Path) -> None:
-    """Make a folder and its parents; without the sync, a power loss could remove the path to a whole checkpoint."""
+    """Make a folder and its parents; without the sync, a power loss could remove the path to a complete checkpoint."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -57,7 +57,7 @@ def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: bytes, f
 
 
 def rename_draft(draft: Path, step: int) -> Path:
-    """Atomically rename a whole folder, manifest included, to its published name, and update ``latest``."""
+    """Atomically rename a complete folder, manifest included, to its published name, and update ``latest``."""
     sync_folder(draft)
     target = step_folder(draft.parent, step)
     aside = target.with_suffix(".old")
@@ -72,7 +72,7 @@ def rename_draft(draft: Path, step: int) -> Path:
 
 
 def repair(folder: Path) -> None:
-    """Complete interrupted exchanges of a step's checkpoint: the old one returns unless the new one has the name."""
+    """Complete interrupted replacements of a step's checkpoint: the old one returns unless the new one has the name."""
     for aside in folder.glob("step-*.old"):
         target = aside.with_suffix("")
         if target.exists():
@@ -83,12 +83,12 @@ def repair(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a published checkpoint to ``.abandoned``, so that no run loads it; returns the new path."""
+    """Rename a published checkpoint to ``.abandoned``, so that no run loads it. Returns the new path."""
     return _renamed(path, ".abandoned")
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint folder; it is invisible before the first file goes."""
+    """Delete a checkpoint folder; it is invisible before the first file is deleted."""
     shutil.rmtree(_renamed(path, ".trash"))
 
 
@@ -110,27 +110,40 @@ class Retention:
     keep_every: int = 0
     """Multiples of this step; 0 adds none."""
     keep_best_k: int = 0
-    """Number of those with the lowest validation loss; 0 adds none."""
+    """Number of checkpoints with the lowest validation loss, among those validated at their step; 0 adds none."""
 
 
 def steps_to_remove(
-    complete: Mapping[int, float | None], rule: Retention, in_use: Collection[int] = (), doubtful: Collection[int] = ()
+    complete: Mapping[int, float | None],
+    rule: Retention,
+    in_use: Collection[int] = (),
+    doubtful: Collection[int] = (),
+    undated: Collection[int] = (),
 ) -> list[int]:
-    """The steps to delete after a save, oldest first. A pure function, so that any history can be tested.
+    """Return the steps to delete after a save, oldest first. A pure function, so that any history can be tested.
 
     Args:
-        complete: step to validation loss (None: not measured) of the complete checkpoints, and of no others.
+        complete: validation loss (None: not measured) by step, of the complete checkpoints and of no others.
         in_use: steps to keep whatever their age, such as the one the run started from.
         doubtful: steps saved while steps were being skipped. The newest of the others is kept, whatever its age.
+        undated: steps whose loss may have been measured at an earlier step. They do not compete with the others; the
+            best of them are kept as well, because an earlier version kept them for their loss.
     """
     if rule.keep_latest_k == 0:
         return []
     steps = sorted(complete)
-    # NaN compares false with everything: such a step is never among the best.
-    measured = sorted((loss, -step) for step, loss in complete.items() if loss is not None and loss == loss)
-    stay = {*steps[-rule.keep_latest_k :], *in_use}
-    stay |= {-negative for _, negative in measured[: rule.keep_best_k]}
-    stay |= set([step for step in steps if step not in doubtful][-1:])
+    dated = {step: loss for step, loss in complete.items() if step not in undated}
+    undated_losses = {step: loss for step, loss in complete.items() if step in undated}
+    kept = {*steps[-rule.keep_latest_k :], *in_use}
+    kept |= {*_best(dated, rule.keep_best_k), *_best(undated_losses, rule.keep_best_k)}
+    kept |= set([step for step in steps if step not in doubtful][-1:])
     if rule.keep_every:
-        stay |= {step for step in steps if step % rule.keep_every == 0}
-    return [step for step in steps if step not in stay]
+        kept |= {step for step in steps if step % rule.keep_every == 0}
+    return [step for step in steps if step not in kept]
+
+
+def _best(losses: Mapping[int, float | None], count: int) -> list[int]:
+    """Return the steps with the lowest losses; among equal losses the later step."""
+    # NaN compares false with everything: such a step is never among the best.
+    measured = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)
+    return [-negative for _, negative in measured[:count]]

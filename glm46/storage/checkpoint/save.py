@@ -16,7 +16,14 @@ from glm46.files.durable import create_durably
 from glm46.storage.checkpoint.dcp import write_tensors
 from glm46.storage.checkpoint.finite import refuse_not_finite
 from glm46.storage.checkpoint.gathering import NodeFolder, gather
-from glm46.storage.checkpoint.integrity import complete_steps, read_manifest, step_folder, verify_folder
+from glm46.storage.checkpoint.integrity import (
+    VALIDATION_STEP,
+    complete_steps,
+    has_undated_loss,
+    read_manifest,
+    step_folder,
+    verify_folder,
+)
 from glm46.storage.checkpoint.metadata import METADATA
 from glm46.storage.checkpoint.publish import Retention, draft_folder, open_draft, publish, remove, steps_to_remove
 
@@ -28,23 +35,27 @@ class Snapshot:
     step: int
     tensors: Mapping[str, Tensor]
     meta: bytes
-    """From `encode_meta`, when the save is requested, because the trainer changes the values afterwards."""
+    """Encoded by `encode_meta` when the save is requested, because the trainer changes the values afterwards."""
     validation_loss: float | None = None
-    """The value for ``keep_best_k``."""
+    """The value for ``keep_best_k``, measured at this step; None if the run did not validate at this step."""
     is_good: bool = True
     """True if the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
     before_publishing: Callable[[], None] = lambda: None
-    """Called on the first rank."""
+    """Called on the first rank just before the checkpoint is published."""
 
     def facts(self, world_size: int, *, is_finite: bool) -> dict[str, Any]:
-        """The fields of the manifest besides the files, for people and for retention. ``is_finite``: every value was
-        checked, and is finite."""
-        of_save = {"saved_at": time.time(), "world_size": world_size, "torch": torch.__version__, "finite": is_finite}
-        return of_save | {"validation_loss": self.validation_loss, "good": self.is_good}
+        """Return the fields of the manifest except the files, for people and for retention. ``is_finite``: every value
+        was checked, and is finite."""
+        origin = {"saved_at": time.time(), "world_size": world_size, "torch": torch.__version__, "finite": is_finite}
+        validation = {
+            "validation_loss": self.validation_loss,
+            VALIDATION_STEP: None if self.validation_loss is None else self.step,
+        }
+        return origin | validation | {"good": self.is_good}
 
 
 def encode_meta(meta: dict[str, Any]) -> bytes:
-    """The content of ``meta.json``. Raises TypeError if ``meta`` holds values that JSON cannot hold."""
+    """Return the content of ``meta.json``. Raises TypeError if ``meta`` holds values that JSON cannot hold."""
     return json.dumps(meta, indent=1).encode() + b"\n"
 
 
@@ -54,11 +65,11 @@ class SaveOutcome:
 
     step: int
     bytes: int
-    """All files of the checkpoint, over all ranks."""
+    """Total size of all files of the checkpoint, over all ranks."""
     save_seconds: float
-    """From the call until the checkpoint was published and old ones were removed."""
+    """Seconds from the call until the checkpoint was published and old ones were removed."""
     stall_seconds: float
-    """Time that training waited."""
+    """Seconds that training waited."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ def save_now(
         NotFiniteError: the tensors hold values that are not finite.
         RankLostError: a rank has ended or does not answer.
     """
-    with ranks.stage(f"saving step {snapshot.step}"):  # for a rank that fails between the stages inside
+    with ranks.stage(f"saving step {snapshot.step}"):  # for a rank that fails between the inner stages
         refuse_not_finite(snapshot.tensors if staged is None else staged, ranks)
         if target.node is None:
             size = _write(target.folder, ranks.is_first, snapshot, ranks, staged)
@@ -93,23 +104,23 @@ def save_now(
 
 
 def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, staged: dict | None) -> int:
-    """Write and publish a checkpoint; on local disks, each node its part. Collective. Returns the bytes of all files,
-    over all nodes.
+    """Write and publish a checkpoint; with local disks, each node writes its part. Collective. Returns the bytes of all
+    files, over all nodes.
 
     Args:
         folder: the folder of step folders that this rank sees.
         is_leader: True on one of the ranks that see the same folder, on rank 0 in any case.
     """
     draft = draft_folder(folder, snapshot.step)
-    with ranks.stage("making the checkpoint folder") as made:
-        made.value = is_leader
+    with ranks.stage("making the checkpoint folder") as leaders:
+        leaders.value = is_leader
         if is_leader:
             open_draft(folder, snapshot.step)
     try:
         files = write_tensors(draft, snapshot.tensors, ranks, staged)
         with ranks.stage("reading the index") as stage:
             if ranks.is_first:
-                index = (draft / METADATA).read_bytes() if sum(made.values) > 1 else None
+                index = (draft / METADATA).read_bytes() if sum(leaders.values) > 1 else None
                 stage.value = index, snapshot.meta, snapshot.facts(ranks.size, is_finite=True)
         index, meta, facts = stage.values[0]
         with ranks.stage("publishing"):
@@ -130,11 +141,12 @@ def _remove_old(target: SaveTarget, saved: int, ranks: Ranks, in_use: Collection
     folder = target.folder
     with ranks.stage("listing old checkpoints") as stage:
         if ranks.is_first:
-            found = ((step, read_manifest(step_folder(folder, step), step)[0]) for step in complete_steps(folder))
-            bodies = {step: body for step, body in found if body is not None}
+            manifests = ((step, read_manifest(step_folder(folder, step), step)[0]) for step in complete_steps(folder))
+            bodies = {step: body for step, body in manifests if body is not None}
             losses = {step: body["validation_loss"] for step, body in bodies.items()}
             doubtful = {step for step, body in bodies.items() if not body.get("good", True)}
-            stage.value = steps_to_remove(losses, target.rule, in_use, doubtful)
+            undated = {step for step, body in bodies.items() if has_undated_loss(body)}
+            stage.value = steps_to_remove(losses, target.rule, in_use, doubtful, undated)
     old = stage.values[0]
     # A disk can lose data that it has accepted: old checkpoints stay until the new one was read back.
     if old and (faults := verify_folder(step_folder(folder, saved), saved, ranks)[1]):

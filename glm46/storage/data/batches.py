@@ -26,39 +26,46 @@ class _Rows(TypedDict):
 
 
 class Batch(_Rows, total=False):
-    """A micro-batch on the CPU. Tasks add fields of their own, [B, S] or [B, K, S], which their objectives name."""
+    """A micro-batch on the CPU. A task adds the fields that its objective needs, [B, S] or [B, K, S]."""
 
     mtp_input_ids: Tensor
     """int64 [B, K, S]: the tokens 1 to K ahead."""
     mtp_labels: Tensor
     """int64 [B, K, S]: the tokens 2 to K + 1 ahead, or `IGNORE`, as in ``labels``."""
     sample_numbers: Tensor
-    """int64 [B]: of the run; in validation of the row, -1 for a row of padding."""
+    """int64 [B]: global sample number; in validation the number of the row, -1 for a row of padding."""
     prefix_ids: Tensor
-    """int64 [B, S]: the document before that of a token which it sees too, -1 for none; see `attention_layout`."""
+    """int64 [B, S]: id of the earlier document that a token also attends to, -1 for none; see `attention_layout`."""
     routes: Tensor
-    """[B, S, L, A]: the experts to use, see `compute/model/routes.py`."""
+    """[B, S, L, A]: experts to route to instead of the router's choice, see `compute/model/routes.py`."""
 
 
 class BatchBuilder:
     """Fills one batch row by row; `finish` returns it as tensors and starts the next.
 
-    With ``document_mask``, positions restart at the first token of each document. ``eos_id`` fills the rest of a row
-    after its last token.
+    With ``document_mask``, positions restart at the first token of each document. ``eos_id`` pads a row after its last
+    token.
     """
 
     def __init__(self, rows: int, seq_len: int, mtp_depth: int, document_mask: bool, eos_id: int):
-        self.seq_len, self.mtp_depth = seq_len, mtp_depth
-        self._rows, self._document_mask, self._eos_id = rows, document_mask, eos_id
+        self.seq_len = seq_len
+        self.mtp_depth = mtp_depth
+        self._rows = rows
+        self._document_mask = document_mask
+        self._eos_id = eos_id
         self._count_up = np.arange(seq_len, dtype=np.int32)
         self._allocate()
 
     def _allocate(self) -> None:
-        plain, ahead = (self._rows, self.seq_len), (self._rows, self.mtp_depth, self.seq_len)
+        plain = (self._rows, self.seq_len)
+        ahead = (self._rows, self.mtp_depth, self.seq_len)
         self._filled = 0
-        self.input_ids, self.labels = np.empty(plain, np.int64), np.empty(plain, np.int64)
-        self.positions, self.document_ids = np.empty(plain, np.int32), np.empty(plain, np.int32)
-        self.mtp_input_ids, self.mtp_labels = np.empty(ahead, np.int64), np.empty(ahead, np.int64)
+        self.input_ids = np.empty(plain, np.int64)
+        self.labels = np.empty(plain, np.int64)
+        self.positions = np.empty(plain, np.int32)
+        self.document_ids = np.empty(plain, np.int32)
+        self.mtp_input_ids = np.empty(ahead, np.int64)
+        self.mtp_labels = np.empty(ahead, np.int64)
         self.sample_numbers = np.empty(self._rows, np.int64)
 
     def add(self, number: int, row: np.ndarray, used: int, ends: list[np.ndarray], *, is_marked: bool = False) -> None:
@@ -67,11 +74,12 @@ class BatchBuilder:
         Args:
             number: global sample number, or number of the validation row.
             row: int64 [S + 1 + K]; modified.
-            used: tokens in it. If fewer than its length, a document ends there.
+            used: number of tokens in ``row``. If fewer than its length, a document ends there.
             ends: exclusive ends of documents, ascending, as a list of arrays (`TokenStream.read`).
-            is_marked: the tokens that are no label have the bit `NOT_A_TARGET`.
+            is_marked: tokens that are not labels have the bit `NOT_A_TARGET`.
         """
-        length, b = self.seq_len, self._filled
+        length = self.seq_len
+        b = self._filled
         row[used:] = self._eos_id
         targets = row
         if is_marked:
@@ -108,7 +116,7 @@ class BatchBuilder:
         return batch
 
     def _mask_targets(self, b: int, ends: np.ndarray) -> None:
-        """Mask targets in another document: those k + 1 tokens ahead at the last k + 1 positions before each end."""
+        """Mask targets in another document: targets k + 1 tokens ahead, at the last k + 1 positions before each end."""
         for ahead in range(1, self.mtp_depth + 2):
             places = ends - ahead
             places = places[np.searchsorted(places, 0) : np.searchsorted(places, self.seq_len)]

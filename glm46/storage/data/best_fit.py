@@ -34,18 +34,20 @@ class PackPlan:
 
 
 def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPlan]:
-    """Pack all documents of a split into rows, group by group. The rows of a group follow those of the previous one.
+    """Pack all documents of a split into rows, group by group. Groups follow one another.
 
     Args:
         doc_ends: int64 [documents] per block: the exclusive end of each document in the split, ascending, no document
             empty.
         seq_len: tokens per row.
     """
-    waiting, before = list[np.ndarray]([np.empty(0, np.int64), np.empty(0, np.int64)]), 0
+    waiting = list[np.ndarray]([np.empty(0, np.int64), np.empty(0, np.int64)])
+    before = 0
     for ends in doc_ends:
         if len(ends):
             cut = _cut(ends, before, seq_len)
-            waiting, before = [*map(np.concatenate, zip(waiting, cut, strict=True))], int(ends[-1])
+            waiting = [*map(np.concatenate, zip(waiting, cut, strict=True))]
+            before = int(ends[-1])
         while len(waiting[0]) >= _GROUP:
             yield _pack(waiting[0][:_GROUP], waiting[1][:_GROUP], seq_len)
             waiting = [waiting[0][_GROUP:], waiting[1][_GROUP:]]
@@ -56,13 +58,13 @@ def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPl
 def concatenate(groups: Iterable[PackPlan]) -> PackPlan:
     """Concatenate plans into one."""
     groups = list(groups)
-    nothing = np.empty(0, np.int64)
+    empty = np.empty(0, np.int64)
     before = np.cumsum([0, *(len(group.piece_starts) for group in groups)])
     row_starts = [group.row_starts[1:] + first for group, first in zip(groups, before[:-1], strict=True)]
     return PackPlan(
         np.concatenate([np.zeros(1, np.int64), *row_starts]),
-        np.concatenate([nothing, *(group.piece_starts for group in groups)]),
-        np.concatenate([nothing, *(group.piece_lengths for group in groups)]),
+        np.concatenate([empty, *(group.piece_starts for group in groups)]),
+        np.concatenate([empty, *(group.piece_lengths for group in groups)]),
     )
 
 
@@ -82,10 +84,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     Returns:
         The row of each piece, int64 [n], and the number of rows.
     """
-    row_of = np.empty(len(lengths), np.int64)
-    whole = lengths == capacity
-    count = int(whole.sum())
-    row_of[whole] = np.arange(count)
+    row_by_piece = np.empty(len(lengths), np.int64)
+    is_full = lengths == capacity
+    count = int(is_full.sum())
+    row_by_piece[is_full] = np.arange(count)
     rows: list[list[int]] = [[] for _ in range(capacity)]  # by their free space
     spaces = 0
     order = np.argsort(-lengths, kind="stable")[count:]
@@ -97,14 +99,15 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             if not rows[free]:
                 spaces ^= 1 << free
         else:
-            free, row = capacity, count
+            free = capacity
+            row = count
             count += 1
-        row_of[piece] = row
+        row_by_piece[piece] = row
         free -= length
         if free:
             rows[free].append(row)
             spaces |= 1 << free
-    return row_of, count
+    return row_by_piece, count
 
 
 def _cut(doc_ends: np.ndarray, before: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

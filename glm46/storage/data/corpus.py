@@ -30,14 +30,17 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
     """Load the tokenizer and the manifests of the sources (by name), and check them against each other and the model.
 
     Args:
-        sources: those of the plan to load; None: all.
+        sources: the sources of the plan to load; None: all.
 
     Raises:
-        UserError: all faults at once.
+        UserError: all faults together.
     """
-    config, vocab_size, positions = plan.config, plan.shape.vocab_size, plan.shape.max_position_embeddings
+    config = plan.config
+    vocab_size = plan.shape.vocab_size
+    positions = plan.shape.max_position_embeddings
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
-    manifests, faults = {}, []
+    manifests = {}
+    faults = []
     if tokenizer.vocab_size > vocab_size:
         faults.append(
             f"model.vocab_size = {vocab_size}: the tokenizer {config.model.tokenizer_path!r} has ids up to "
@@ -57,8 +60,9 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
             if source.recipe is None:
                 faults += messages(config, preference_faults(config, manifest.format, source.path, source.path))
                 if manifest.splits["train"].targets is not None:
-                    named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
-                    faults += messages(config, chat_faults(config, index, longest, named))
+                    key = f"{source.path}: max_tokens"
+                    max_tokens = manifest.settings["max_tokens"]
+                    faults += messages(config, chat_faults(config, index, max_tokens, key))
             manifest.require_tokenizer(tokenizer.fingerprint)
             if config.validation.enable and not manifest.splits["validation"].labels:
                 count = sum(split.documents for split in manifest.splits.values())
@@ -75,33 +79,36 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
 
 def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]:
     """Return the planned tokens and passes of each source, in the order of data.sources."""
-    sources, depth = plan.config.data.sources, plan.shape.num_nextn_predict_layers
+    sources = plan.config.data.sources
+    depth = plan.shape.num_nextn_predict_layers
     tokens = [0.0] * len(sources)
-    # Stages with equal length and range of documents share their passes; others read documents of their own.
+    # Stages with equal length and range of documents share their passes; other stages read other documents.
     rows: list[dict[tuple, float]] = [{} for _ in sources]
-    for stage, here in zip(plan.text_stages, plan.stage_tokens, strict=True):
+    for stage, stage_tokens in zip(plan.text_stages, plan.stage_tokens, strict=True):
         for i, weight in enumerate(stage.weights):
-            share, grid = here * weight / sum(stage.weights), (stage.seq_len, stage.documents)
+            share = stage_tokens * weight / sum(stage.weights)
+            grid = (stage.seq_len, stage.documents)
             tokens[i] += share
             if share:
                 rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
     for i, source in enumerate(sources):
         manifest = manifests[source.name]
-        split, epochs = manifest.splits["train"], 0.0
+        split = manifest.splits["train"]
+        epochs = 0.0
         for (seq_len, (low, high)), count in rows[i].items():
             if split.targets is None:
-                whole = full_rows(round(split.tokens * (high - low)), seq_len, depth)
-            else:  # so few that their rows can be counted
-                whole = plan_of(manifest, seq_len, (low, high)).rows
-            epochs = max(epochs, count / whole if whole else float("inf"))
+                rows_per_pass = full_rows(round(split.tokens * (high - low)), seq_len, depth)
+            else:  # chats are few enough to count their rows
+                rows_per_pass = plan_of(manifest, seq_len, (low, high)).rows
+            epochs = max(epochs, count / rows_per_pass if rows_per_pass else float("inf"))
         plans.append(SourcePlan(source.name, tokens[i], epochs))
     return plans
 
 
 def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
-    """Return one line per source: its size, and the tokens and epochs planned; of chats also the tokens of an epoch,
-    padding of their rows included, and the share of targets."""
+    """Return one line per source: its size, and the tokens and epochs planned; for chats also the tokens per epoch,
+    with padding, and the share of targets."""
     lines = []
     for source in plan_sources(plan, manifests):
         split = manifests[source.name].splits["train"]

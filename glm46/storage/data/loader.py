@@ -23,9 +23,10 @@ from glm46.storage.data.mixing import integer_weights, order, permute
 from glm46.storage.data.pack_plans import plan_of
 from glm46.storage.data.packing import ConcatenatedRows, PackedRows, full_rows, open_tokens
 
-# Samples located at once: for small arrays the calls cost more than the arithmetic. The first block is small, so that
+# Samples located per call: for small arrays the calls cost more than the arithmetic. The first block is small, so that
 # the first batch after a seek does not wait for later ones.
-_FIRST_ORDER_BLOCK, _ORDER_BLOCK = 1, 1024
+_FIRST_ORDER_BLOCK = 1
+_ORDER_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TrainSource(NamedTuple):
     """One source of a mixture."""
 
     name: str
-    """It decides the order of its samples."""
+    """Part of the key that shuffles the samples."""
     manifest: Manifest
     weight: float
     """Share of the rows, which is also the share of the tokens."""
@@ -64,7 +65,7 @@ class TrainSource(NamedTuple):
 
 
 class SampleSpan(NamedTuple):
-    """The samples of one stage of a run; by default those of a whole run."""
+    """The samples of one stage of a run; by default the samples of a whole run."""
 
     first: int = 0
     """Global number of the stage's first sample."""
@@ -89,10 +90,15 @@ class TrainStream(IterableDataset):
     def __init__(
         self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: SampleSpan
     ):
-        self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.layout = layout
+        self.start_sample = start_sample
         self.span = span
         self.weights = integer_weights([source.weight for source in self.sources])
-        self._plans, self.rows_per_source, short = [], [], []
+        self._plans = []
+        self.rows_per_source = []
+        short = []
         for source in self.sources:
             tokens = open_tokens(source.manifest, "train", span.documents).length
             is_packed = source.packing == "best_fit"
@@ -109,24 +115,29 @@ class TrainStream(IterableDataset):
 
     def _open_rows(self) -> list[ConcatenatedRows | PackedRows]:
         """Open the rows of each source, in the process that reads them."""
-        length, opened = self.layout.seq_len, []
+        length = self.layout.seq_len
+        opened = []
         for source, plan in zip(self.sources, self._plans, strict=True):
             tokens = open_tokens(source.manifest, "train", self.span.documents)
             opened.append(ConcatenatedRows(tokens, length) if plan is None else PackedRows(tokens, length, plan))
         return opened
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return source and row within it of global sample numbers, both int64 [n]."""
+        """Return the source of each global sample number and the row within the source, both int64 [n]."""
         names = [source.name for source in self.sources]
         places = numbers - self.span.first
         return order(places, self.weights, names, self.rows_per_source, self.seed, self.span.rows_before)
 
     def __iter__(self):
-        worker, layout, stop = get_worker_info(), self.layout, self.span.stop
+        worker = get_worker_info()
+        layout = self.layout
+        stop = self.span.stop
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        sources, builder = self._open_rows(), layout.builder(self.sources[0].manifest.eos_id)
+        sources = self._open_rows()
+        builder = layout.builder(self.sources[0].manifest.eos_id)
         row = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
-        stride, block = workers * layout.global_rows, _FIRST_ORDER_BLOCK
+        stride = workers * layout.global_rows
+        block = _FIRST_ORDER_BLOCK
         start = self.start_sample + index * layout.global_rows
         while True:
             starts = start + stride * np.arange(max(1, block // layout.local_batch_size))
@@ -140,13 +151,14 @@ class TrainStream(IterableDataset):
                     rows = sources[source]
                     builder.add(number, row, *rows.read(sample, row), is_marked=rows.is_marked)
                 yield builder.finish()
-            start, block = start + stride * len(starts), _ORDER_BLOCK
+            start = start + stride * len(starts)
+            block = _ORDER_BLOCK
 
 
 def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows | PackedRows, list[int]]:
-    """The rows of a source's held-out text, and their numbers in the order of validation.
+    """Return the rows of a source's held-out text, and their numbers in the order of validation.
 
-    Rows of chats hold whole documents, whatever the packing: the rest of a cut document has lost its prompt.
+    Rows of chats hold whole documents, whatever the packing: a piece of a cut document would lack its prompt.
     """
     split = manifest.splits["validation"]
     tokens = open_tokens(manifest, "validation")
@@ -155,15 +167,18 @@ def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows 
         count = -(-split.tokens // seq_len)
     else:
         plan = concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
-        rows, count = PackedRows(tokens, seq_len, plan), plan.rows
+        rows = PackedRows(tokens, seq_len, plan)
+        count = plan.rows
     return rows, permute(np.arange(count), count, "validation").tolist()
 
 
 class ValidationStream(IterableDataset):
-    """Every held-out token once as an input, in a random order, so that the first batches are a fair sample."""
+    """Micro-batches with every held-out token once as an input, in a random order so that the first ones are a fair
+    sample."""
 
     def __init__(self, manifest: Manifest, layout: BatchLayout, max_batches: int | None):
-        self.manifest, self.layout = manifest, layout
+        self.manifest = manifest
+        self.layout = layout
         self._rows, self._order = validation_rows(manifest, layout.seq_len)
         batches = -(-len(self._order) // layout.global_rows)
         self.batches = batches if max_batches is None else min(batches, max_batches)
@@ -173,7 +188,8 @@ class ValidationStream(IterableDataset):
         return self.batches
 
     def __iter__(self):
-        layout, builder = self.layout, self.layout.builder(self.manifest.eos_id)
+        layout = self.layout
+        builder = self.layout.builder(self.manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
         for batch in range(self.batches):
             first = batch * layout.global_rows + layout.dp_rank * layout.local_batch_size
@@ -191,8 +207,8 @@ class _BatchLoader(StatefulDataLoader):
 
     def __init__(self, stream: IterableDataset, **options):
         quiet_libraries()
-        # Each iterator takes a seed. Taking it from the generator of the process would change its state, and a resumed
-        # run, which makes more iterators, would differ from an uninterrupted one.
+        # Each iterator takes a seed. Taking it from the global generator would change its state, and a resumed run,
+        # which makes more iterators, would differ from an uninterrupted one.
         super().__init__(stream, batch_size=None, generator=torch.Generator(), **options)
 
 
@@ -223,11 +239,17 @@ class TrainLoader(_BatchLoader):
 
 
 def build_train_loader(
-    sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: SampleSpan = WHOLE_RUN,
-    num_workers: int = 0, begin_worker: Callable[[int], None] | None = None,
-) -> TrainLoader:  # fmt: skip
-    """Build the endless training stream of one rank: a loader of dicts of tensors, as docs/data.md lists them. Raises
-    UserError if a weight is invalid, or a source is shorter than one row.
+    sources: Sequence[TrainSource],
+    layout: BatchLayout,
+    *,
+    seed: int,
+    start_sample: int,
+    span: SampleSpan = WHOLE_RUN,
+    num_workers: int = 0,
+    begin_worker: Callable[[int], None] | None = None,
+) -> TrainLoader:
+    """Build the endless training stream of one rank: a loader of dicts of tensors (see docs/data.md). Raises UserError
+    if a weight is invalid, or a source is shorter than one row.
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
@@ -241,7 +263,7 @@ def build_train_loader(
 def build_validation_loader(
     manifest: Manifest, layout: BatchLayout, *, max_batches: int | None = None
 ) -> StatefulDataLoader:
-    """Build the loader of one source's held-out text: every token once over all ranks, equally many batches per rank.
+    """Build the loader of one source's held-out text: every token once over all ranks, equal batch counts per rank.
 
     Padding, in the last row with text and after it, has document id -1 and no labels.
     """

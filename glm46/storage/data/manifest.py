@@ -19,13 +19,13 @@ FORMAT = "glm46-data-1"
 _HASHED_AT_LOAD_BYTES = 2**30
 
 _USUAL_TARGETS = (0.01, 0.95)
-"""Share of the tokens of chats that are targets. Fewer: prompts are long for what they teach. More: a wrong format may
-make prompts targets."""
+"""Usual range of the share of target tokens in chats. Below: prompts are long for what they teach. Above: a wrong
+format may make prompts targets."""
 
 
 def held_out_remedy(documents: int, held_out: float | None) -> str:
-    """The remedy for a source without text to train on or without held-out text, by its ``held_out``: the hash of each
-    document decides, so that few documents are divided by chance."""
+    """Return the remedy for a source without training text or without held-out text, for its current ``held_out``. The
+    hash of each document decides whether it is held out, so few documents are divided by chance."""
     share = round(min(0.5, 5 / max(documents, 1)), 3)
     if documents < 2 or share == held_out:
         return "give more documents: few of them are all held out, or none, by chance"
@@ -34,7 +34,8 @@ def held_out_remedy(documents: int, held_out: float | None) -> str:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard: its file name, its counts, and the SHA-256 of the file. ``targets``: tokens to learn, of chats."""
+    """One shard: its file name, its counts, and the SHA-256 of the file. ``targets``: tokens to learn, for chats
+    only."""
 
     file: str
     documents: int
@@ -53,7 +54,7 @@ class Split:
     text_bytes: int
     shards: tuple[ShardEntry, ...]
     targets: int | None = None
-    """Tokens to learn, of chats; None for text, whose tokens are all labels but the first of each document."""
+    """Tokens to learn, for chats; None for text, where every token except the first of each document is a label."""
 
     @property
     def labels(self) -> int:
@@ -61,7 +62,7 @@ class Split:
         return self.tokens - self.documents if self.targets is None else self.targets
 
     @staticmethod
-    def of(shards: "tuple[ShardEntry, ...]") -> "Split":
+    def from_shards(shards: "tuple[ShardEntry, ...]") -> "Split":
         """Make a split from its shards."""
         return Split(
             documents=sum(s.documents for s in shards),
@@ -77,15 +78,15 @@ class Manifest:
     """A prepared source.
 
     Attributes:
-        folder: of the shards; not part of the file.
-        source: its name.
+        folder: folder of the shards; not part of the file.
+        source: name of the source.
         tokenizer: fingerprint of the tokenizer (`Tokenizer.fingerprint`).
         vocab_size: highest token id plus one; a model needs at least as many rows.
         eos_id: the id that ends every document.
         splits: "train" and "validation".
         settings: settings of the recipe; the same settings on the same text give the same bytes.
         dropped: number of skipped documents or conversations, by reason.
-        noted: other counts of chats, by what.
+        noted: other counts of chats, by description.
     """
 
     folder: Path
@@ -100,7 +101,7 @@ class Manifest:
 
     @property
     def format(self) -> str:
-        """Of the rows that it was made of, as `Recipe.format`."""
+        """Format of the rows that the source was made from, see `Recipe.format`."""
         return self.settings.get("format", "text")
 
     def require_tokenizer(self, fingerprint: str) -> None:
@@ -113,14 +114,15 @@ class Manifest:
 
 
 def describe_targets(split: Split) -> str:
-    """The share of targets of a split of chats in words, with a warning where it is unusual."""
-    share, (low, high) = split.labels / split.tokens, _USUAL_TARGETS
+    """Describe the share of targets in a split of chats, with a warning if it is unusual."""
+    share = split.labels / split.tokens
+    low, high = _USUAL_TARGETS
     unusual = "" if low <= share <= high else f"; warning: outside {low:.0%} to {high:.0%}, look at them with inspect"
     return f"targets: {split.labels:,} of {split.tokens:,} tokens, {share:.1%}{unusual}"
 
 
 def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
-    """Read a manifest and verify that its shards exist and have the stated size, counts and tokenizer.
+    """Read a manifest and verify that its shards exist and have the listed size, counts and tokenizer.
 
     Args:
         folder: a folder made by ``python -m glm46 prepare``.
@@ -165,9 +167,9 @@ def _parse(folder: Path) -> Manifest:
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        found = content.pop("format", None)
-        if found != FORMAT:
-            raise UserError(f"{file}: format {found!r}, this version reads {FORMAT!r}; prepare the source again")
+        format_name = content.pop("format", None)
+        if format_name != FORMAT:
+            raise UserError(f"{file}: format {format_name!r}, this version reads {FORMAT!r}; prepare the source again")
         splits = {
             name: Split(**{**split, "shards": tuple(ShardEntry(**shard) for shard in split["shards"])})
             for name, split in content.pop("splits").items()
@@ -176,6 +178,6 @@ def _parse(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: not a manifest ({type(error).__name__}: {error}); {SHARD_REMEDY}") from error
     for name, split in splits.items():
-        if split != Split.of(split.shards):
+        if split != Split.from_shards(split.shards):
             raise UserError(f"{file}: the totals of split {name} are not the sums over its shards; {SHARD_REMEDY}")
     return manifest

@@ -27,7 +27,7 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
     """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders). Raises
-    UserError without weights, or for one that is not positive and finite or is below a millionth of the sum."""
+    UserError if there are no weights, or a weight is not positive and finite or is below a millionth of the sum."""
     if not weights or any(not (math.isfinite(w) and w > 0) for w in weights):
         raise UserError(f"data.sources: weights {list(weights)}; each must be positive and finite; remove the others")
     exact = [w / math.fsum(weights) * WEIGHT_TOTAL for w in weights]
@@ -47,8 +47,8 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
     """Return the source of each sample, and the number of earlier samples of the same source.
 
     Every prefix of a mixture of up to eight sources holds each of them within two samples of its exact share. Each
-    source in turn takes those of the remaining numbers at which the rounded quota of the later sources does not grow.
-    The heaviest source is first, because a rounding error shrinks with each share that it is passed to.
+    source in turn takes the remaining numbers at which the rounded quota of the later sources does not grow. The
+    heaviest source is first, because a rounding error shrinks with each share that it is passed to.
 
     Args:
         numbers: int64 [n], global sample numbers, non-negative.
@@ -57,30 +57,33 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
     Returns:
         source int64 [n], index int64 [n].
 
-    Source: the recursive division of Grain's mixture, with rounding and an order of its own.
+    Source: the recursive division of Grain's mixture, with different rounding and order.
     """
-    source, index = np.full(numbers.shape, -1, np.int64), np.zeros(numbers.shape, np.int64)
+    source = np.full(numbers.shape, -1, np.int64)
+    index = np.zeros(numbers.shape, np.int64)
     bounds = (numbers.astype(np.int64), numbers.astype(np.int64) + 1)
-    for (i, low, low_left), (_, high, high_left) in zip(*(_divided(one, weights) for one in bounds), strict=True):
-        taken = (low_left == high_left) & (low != high) & (source < 0)
-        source[taken], index[taken] = i, (low - low_left)[taken]
+    for (i, low, low_rest), (_, high, high_rest) in zip(*(_divided(bound, weights) for bound in bounds), strict=True):
+        is_taken = (low_rest == high_rest) & (low != high) & (source < 0)
+        source[is_taken] = i
+        index[is_taken] = (low - low_rest)[is_taken]
     return source, index
 
 
 def taken(count: int, weights: Sequence[int]) -> list[int]:
     """Return how many of the first ``count`` samples of `mix` come from each source."""
-    return [before - left for _, before, left in sorted(_divided(count, weights))]
+    return [before - rest for _, before, rest in sorted(_divided(count, weights))]
 
 
 def _divided(count: Any, weights: Sequence[int]) -> Iterator[tuple[int, Any, Any]]:
-    """Yield each source, heaviest first: of the first ``count`` samples, those that it and later sources take, and
-    those that later sources take. ``count`` is an int, or int64 [n]."""
+    """Yield, for each source, heaviest first, its index and two counts: how many of the first ``count`` samples it and
+    the later sources take, and how many the later sources take. ``count`` is an int, or int64 [n]."""
     remaining = sum(weights)
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         others = remaining - weights[i]
-        left = (count * others + remaining // 2) // remaining
-        yield i, count, left
-        remaining, count = others, left
+        rest = (count * others + remaining // 2) // remaining
+        yield i, count, rest
+        remaining = others
+        count = rest
 
 
 def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
@@ -98,7 +101,8 @@ def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
         int64 [n].
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
     digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
     round_keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     values = indices.astype(np.uint64)
@@ -108,24 +112,30 @@ def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
         values = _feistel(values, shift, mask, round_keys)
         inside = values < np.uint64(size)
         out[todo[inside]] = values[inside]
-        todo, values = todo[~inside], values[~inside]
+        todo = todo[~inside]
+        values = values[~inside]
     return out.astype(np.int64)
 
 
 def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, round_keys: np.ndarray) -> np.ndarray:
-    left, right = values >> shift, values & mask
+    upper = values >> shift
+    lower = values & mask
     for key in round_keys:
         # Multiplication carries upwards only, so the upper half of the product is mixed best.
-        mixed = (right + key) * GOLDEN_GAMMA
+        mixed = (lower + key) * GOLDEN_GAMMA
         mixed = (mixed ^ (mixed >> np.uint64(29))) * GOLDEN_GAMMA
-        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-    return (left << shift) | right
+        upper, lower = lower, upper ^ ((mixed >> np.uint64(32)) & mask)
+    return (upper << shift) | lower
 
 
 def order(
-    numbers: np.ndarray, weights: Sequence[int], names: Sequence[str], sizes: Sequence[int], seed: int,
+    numbers: np.ndarray,
+    weights: Sequence[int],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    seed: int,
     before: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each global sample number of a mixture, and the sample within it.
 
     Each pass over a source has its own order and reads every sample before the next pass begins.
@@ -133,9 +143,9 @@ def order(
     Args:
         numbers: int64 [n], global sample numbers.
         weights: from `integer_weights`.
-        names: of the sources; the name, not the index, decides the order within a source.
+        names: names of the sources; the name, not the index, decides the order within a source.
         sizes: samples per pass of each source.
-        seed: of the run.
+        seed: seed of the run.
         before: samples of each source that were read before number 0; empty means none.
 
     Returns:
@@ -146,9 +156,9 @@ def order(
         index += np.asarray(before, np.int64)[source]
     sample = np.empty_like(index)
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        mine = np.flatnonzero(source == i)
-        epochs = index[mine] // size
+        positions = np.flatnonzero(source == i)
+        epochs = index[positions] // size
         for epoch in np.unique(epochs):
-            at = mine[epochs == epoch]
+            at = positions[epochs == epoch]
             sample[at] = permute(index[at] - epoch * size, size, f"{seed}/{name}/{epoch}")
     return source, sample

@@ -1,4 +1,4 @@
-"""Plans of best-fit packing on disk: the first process makes them, every process that reads rows maps them.
+"""Plans of best-fit packing on disk: the first process makes them, every process that reads rows maps them to memory.
 
 A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source.
 The key is a hash of the shards, the range of documents and the row length. A damaged file is made again.
@@ -21,7 +21,7 @@ from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.packing import open_tokens
 from glm46.storage.data.shards import SHARD_REMEDY
 
-# Raise it when the same documents are packed differently than before.
+# Raise it when a change packs the same documents differently.
 _FORMAT = "glm46-packs-1"
 
 # Errors of a folder that cannot hold a plan: each process then makes the same plan for itself.
@@ -32,7 +32,7 @@ _HASHED_AT_LOAD_BYTES = 2**30
 
 
 def plan_of(manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0)) -> PackPlan:
-    """Return the packing plan of a source's training split, from disk where a folder can hold it.
+    """Return the packing plan of a source's training split, from a file if the folder can hold one.
 
     Args:
         share: the range of documents, as in `open_tokens`.
@@ -46,14 +46,15 @@ def plan_of(manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0,
 
 
 def keep_plan(manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0)) -> PackPlan:
-    """Return the same plan from its file, and make the file if it is missing or damaged.
+    """Return the plan of `plan_of` from its file, and make the file if it is missing or damaged.
 
-    Any number of processes may call this at once: one makes the plan, the others wait and read it.
+    Any number of processes may call this concurrently: one makes the plan, the others wait and read it.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    folder, key = manifest.folder, _key(manifest, seq_len, share)
+    folder = manifest.folder
+    key = _key(manifest, seq_len, share)
     file = folder / f"packs-{seq_len}-{key[:16]}.safetensors"
     if (plan := _read(file, key)) is not None:
         return plan
@@ -97,12 +98,13 @@ def _read(file: Path, key: str) -> PackPlan | None:
 def _write(file: Path, key: str, groups: Iterator[PackPlan]) -> None:
     """Write a plan group by group, so that memory does not grow with the documents. The file is complete or absent."""
     scratch = file.with_name(".packs.partial")
-    # Left by a process that died; only the holder of the lock uses it.
+    # Left by a process that died; only the holder of the lock uses this folder.
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
         parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
-        rows, pieces = 0, 0
+        rows = 0
+        pieces = 0
         with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
             row_starts.write(np.zeros(1, np.int64).data)
             for group in groups:

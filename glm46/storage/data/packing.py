@@ -25,8 +25,8 @@ _MAX_OPEN_SHARDS = 64
 class TokenStream:
     """The tokens of one split as one sequence over all its shards. Every read is verified (`VerifiedShard`).
 
-    With ``marked``, the tokens of chats that are no target have the bit `NOT_A_TARGET`, for `BatchBuilder`; else all
-    are ids.
+    With ``marked``, the tokens of chats that are not targets have the bit `NOT_A_TARGET`, for `BatchBuilder`; otherwise
+    all values are plain ids.
     """
 
     def __init__(self, folder: Path, split: Split, vocab_size: int, *, marked: bool = False):
@@ -58,7 +58,8 @@ class TokenStream:
         Raises:
             UserError: the bytes read are damaged; with file and bytes.
         """
-        done, ends = 0, []
+        done = 0
+        ends = []
         number = bisect_right(self._starts, start) - 1
         while done < len(out) and number < len(self._files):
             shard = self._shard(number)
@@ -99,21 +100,23 @@ class SelectedTokens:
         ends = stream.doc_ends()
         chosen = falls_into(len(ends), share)
         lengths = np.diff(ends, prepend=0)[chosen]
-        self._stream, self._ends, self.is_marked = stream, np.cumsum(lengths), stream.is_marked
+        self._stream = stream
+        self._ends = np.cumsum(lengths)
+        self.is_marked = stream.is_marked
         # Offset from a position in this sequence to the position in the split.
         self._shifts = ends[chosen] - self._ends
         self.length = int(lengths.sum())
 
     def doc_ends(self) -> np.ndarray:
-        """As `TokenStream.doc_ends`."""
+        """Return the same as `TokenStream.doc_ends`."""
         return self._ends
 
     def doc_ends_by_shard(self) -> Iterator[np.ndarray]:
-        """As `TokenStream.doc_ends_by_shard`, in one block."""
+        """Yield the same as `TokenStream.doc_ends_by_shard`, in one block."""
         yield self._ends
 
     def read(self, start: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """As `TokenStream.read`."""
+        """Copy tokens, see `TokenStream.read`."""
         stop = min(start + len(out), self.length)
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left")) + 1 if stop > start else first
@@ -134,7 +137,7 @@ def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
 def open_tokens(
     manifest: Manifest, split: str, share: tuple[float, float] = (0.0, 1.0)
 ) -> TokenStream | SelectedTokens:
-    """Open the tokens of a split, or those of its documents in a range of shares, marked (`TokenStream`)."""
+    """Open the tokens of a split, or of its documents in a range of shares, marked (see `TokenStream`)."""
     stream = TokenStream(manifest.folder, manifest.splits[split], manifest.vocab_size, marked=True)
     return stream if share == (0.0, 1.0) else SelectedTokens(stream, share)
 
@@ -143,10 +146,12 @@ class ConcatenatedRows:
     """Row i holds the tokens from i * seq_len on, across document boundaries."""
 
     def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int):
-        self._stream, self._seq_len, self.is_marked = stream, seq_len, stream.is_marked
+        self._stream = stream
+        self._seq_len = seq_len
+        self.is_marked = stream.is_marked
 
     def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """Fill ``out``, int64 [n > seq_len]; returns as `TokenStream.read`."""
+        """Fill ``out``, int64 [n > seq_len]; returns the same as `TokenStream.read`."""
         return self._stream.read(row * self._seq_len, out)
 
 
@@ -154,12 +159,16 @@ class PackedRows:
     """Row i holds the pieces that a plan assigns to it; the rest of the row is padding."""
 
     def __init__(self, stream: TokenStream | SelectedTokens, seq_len: int, plan: PackPlan):
-        self._stream, self._seq_len, self._plan, self.is_marked = stream, seq_len, plan, stream.is_marked
+        self._stream = stream
+        self._seq_len = seq_len
+        self._plan = plan
+        self.is_marked = stream.is_marked
 
     def read(self, row: int, out: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """Fill ``out``, int64 [n > seq_len]; returns as `TokenStream.read`."""
+        """Fill ``out``, int64 [n > seq_len]; returns the same as `TokenStream.read`."""
         first, last = self._plan.row_starts[row : row + 2].tolist()
-        starts, lengths = self._plan.piece_starts[first:last], self._plan.piece_lengths[first:last]
+        starts = self._plan.piece_starts[first:last]
+        lengths = self._plan.piece_lengths[first:last]
         if last - first == 1 and lengths[0] == self._seq_len:
             # A full piece may be part of a longer document, whose next tokens are targets too.
             return self._stream.read(int(starts[0]), out)

@@ -4,7 +4,8 @@
 U32 [tokens] the ids; ``checksums`` U32 the CRC-32 of each block of `BLOCK_BYTES`, first of ``doc_ends``, then of
 ``tokens``. Any safetensors reader opens it. ``__metadata__`` holds the format, the source and the counts.
 
-A shard of chats has ``targets`` in its metadata: the number of tokens to learn. All others have `NOT_A_TARGET` set.
+A shard of chats has ``targets`` in its metadata: the number of tokens to learn. All other tokens have `NOT_A_TARGET`
+set.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ BLOCK_BYTES = 4096
 """Bytes per checksum. Reads verify whole blocks, so smaller blocks make short reads cheaper."""
 
 NOT_A_TARGET = 1 << 31
-"""Bit of a token that is no label at any prediction depth. The other bits are its id. Text has none: each token but the
-first of a document is a label."""
+"""Bit of a token that is not a label at any prediction depth. The other bits are its id. Text does not use it: each
+token except the first of a document is a label."""
 
 SHARD_REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
@@ -56,7 +57,9 @@ def open_shard(file: Path) -> Shard:
     types = {name: str(tensor.dtype) for name, tensor in tensors.items()}
     if types != _TYPES:
         raise UserError(f"{file}: its tensors are {types}, not {_TYPES}; {SHARD_REMEDY}")
-    tokens, ends, checksums = tensors["tokens"], tensors["doc_ends"], tensors["checksums"]
+    tokens = tensors["tokens"]
+    ends = tensors["doc_ends"]
+    checksums = tensors["checksums"]
     if not len(ends) or ends[-1] != len(tokens):
         raise UserError(f"{file}: document ends do not cover its {len(tokens)} tokens; {SHARD_REMEDY}")
     blocks = sum(-(-array.nbytes // BLOCK_BYTES) for array in (ends, tokens))

@@ -26,13 +26,43 @@ TOKENIZER_KEY = "tokenizer"
 
 # Added tokens of GLM-4.5 and 4.6 in the order of their ids. Source: tokenizer.json of the releases.
 GLM_SPECIAL_TOKENS = (
-    END_OF_TEXT, "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
-    "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
-    "<|begin_of_audio|>", "<|end_of_audio|>", "<|begin_of_transcription|>", "<|end_of_transcription|>",
-    "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
-    "<tool_response>", "</tool_response>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink",
-    "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
-)  # fmt: skip
+    END_OF_TEXT,
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<|begin_of_transcription|>",
+    "<|end_of_transcription|>",
+    "<|code_prefix|>",
+    "<|code_middle|>",
+    "<|code_suffix|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+    "<|begin_of_box|>",
+    "<|end_of_box|>",
+    "<|image|>",
+    "<|video|>",
+)
 
 GLM_CONTROL_TOKENS = frozenset(GLM_SPECIAL_TOKENS[: GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1])
 """GLM marks its first added tokens as special, so that decoding can skip them; the later ones are kept as text."""
@@ -57,13 +87,14 @@ class Tokenizer:
         path: argument of `load_tokenizer`; another process loads the same tokenizer from it.
         pattern: regular expression that cuts text into the pieces that are merged.
         ranks: id of every ordinary token by its bytes; lower ids are merged first.
+        longest_token: bytes of the longest ordinary token.
         vocab_size: highest id plus one. A model may have more embedding rows, not fewer.
         special: id of every special token by its name.
-        control_ids: ids of those that are no part of a text: transformers leaves them out on request.
+        control_ids: ids of the special tokens that are not part of a text: transformers skips them on request.
         eos_id: id of ``<|endoftext|>``, which ends every document.
         prefix_space: whether a space is added before text that does not begin with one.
-        flavor: preset of the model that reads its ids, as far as it is known; chats take their format from it where
-            the tokenizer's folder has no template.
+        flavor: preset of the model that reads its ids, if known; it gives the chat format if the tokenizer's folder has
+            no template.
         fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints give equal ids.
     """
 
@@ -76,11 +107,16 @@ class Tokenizer:
         control: Collection[str] = GLM_CONTROL_TOKENS,
         prefix_space: bool = False,
     ):
-        self.path, self.pattern, self.ranks, self.prefix_space, self.flavor = path, pattern, ranks, prefix_space, ""
+        self.path = path
+        self.pattern = pattern
+        self.ranks = ranks
+        self.prefix_space = prefix_space
+        self.flavor = ""
         self.special = dict(special)
         self.control_ids = frozenset(token_id for name, token_id in special.items() if name in control)
         self._names = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})")
         self.eos_id = special[END_OF_TEXT]
+        self.longest_token = max(map(len, ranks))
         self.vocab_size = max(max(ranks.values()), max(special.values())) + 1
         self.fingerprint = _fingerprint(pattern, ranks, special, prefix_space)
         self._encoding = tiktoken.Encoding("glm46", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -108,14 +144,15 @@ class Tokenizer:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def encode_with_special(self, text: str) -> np.ndarray:
-        """As `encode`, but the name of a special token in the text is the token, as in transformers."""
+        """Encode text like `encode`, but turn the name of a special token into that token, as transformers does."""
         parts = [part for part in self._names.split(text) if part]
         ids = [[self.special[part]] if part in self.special else self.encode(part) for part in parts]
         return np.concatenate([np.empty(0, np.uint32), *ids]).astype(np.uint32, copy=False)
 
     def decode(self, ids) -> str:
         """Decode ids, a sequence or array of integers. Ids without a token and invalid UTF-8 become U+FFFD."""
-        pieces, size = self._pieces, self.vocab_size
+        pieces = self._pieces
+        size = self.vocab_size
         if not isinstance(ids, list):
             ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
         return b"".join(pieces[i] if 0 <= i < size else _UNKNOWN_ID for i in ids).decode("utf-8", errors="replace")

@@ -63,9 +63,10 @@ def _require(holds: bool, reason: str) -> None:
 
 
 def _read(content: dict) -> TokenizerJson:
-    model, kind = content["model"], content["model"].get("type", "BPE")
+    model = content["model"]
+    kind = content["model"].get("type", "BPE")
     # tiktoken merges bytes by rank. WordPiece takes the longest piece from the left, Unigram the most probable pieces;
-    # they would need an encoder and a decoder of their own.
+    # each would need another encoder and decoder.
     _require(
         kind == "BPE",
         f"its model is {kind}, which is not a list of byte merges; train a byte-level BPE on the same text "
@@ -83,7 +84,7 @@ def _read(content: dict) -> TokenizerJson:
     # A vocabulary may also hold the added tokens, which merging never produces.
     vocabulary = {token: token_id for token, token_id in model["vocab"].items() if token not in special}
     ids = [*vocabulary.values(), *special.values()]
-    _require(all(type(one) is int and 0 <= one < _MAX_ID for one in ids), f"an id is not in 0 to {_MAX_ID - 1}")
+    _require(all(type(i) is int and 0 <= i < _MAX_ID for i in ids), f"an id is not in 0 to {_MAX_ID - 1}")
     _require(len(set(ids)) == len(ids), "two tokens share an id")
     return TokenizerJson(pattern, _ranks(vocabulary, model["merges"]), special, control, prefix_space)
 

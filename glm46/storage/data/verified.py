@@ -11,11 +11,12 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 import numpy as np
 
 from glm46.config.errors import UnreadableError, UserError
+from glm46.files.regular_file import open_descriptor
 from glm46.storage.data.shards import BLOCK_BYTES, NOT_A_TARGET, open_shard
 
 _REMEDY = (
@@ -28,18 +29,21 @@ class VerifiedShard:
     """One shard, open for reading. Token ids must be below ``vocab_size``.
 
     Raises:
-        UserError: as `open_shard`; and by each method, with file and bytes, if the bytes that it reads are damaged.
+        UserError: see `open_shard`; and by each method, with file and bytes, if the bytes that it reads are damaged.
         UnreadableError: by each method, if the system cannot read them.
     """
 
     def __init__(self, file: Path, vocab_size: int):
         shard = open_shard(file)
-        self._file, self._vocab_size, self._is_marked = file, vocab_size, "targets" in shard.metadata
-        self._handle: BinaryIO | None = None
+        self._file = file
+        self._vocab_size = vocab_size
+        self._is_marked = "targets" in shard.metadata
+        self._handle: IO[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
-        first, of_ends = shard.places["checksums"], -(-shard.doc_ends.nbytes // BLOCK_BYTES)
+        first = shard.places["checksums"]
+        end_blocks = -(-shard.doc_ends.nbytes // BLOCK_BYTES)
         self._ends = _Blocks(shard.doc_ends.dtype, len(shard.doc_ends), shard.places["doc_ends"], first)
-        self._tokens = _Blocks(shard.tokens.dtype, len(shard.tokens), shard.places["tokens"], first + 4 * of_ends)
+        self._tokens = _Blocks(shard.tokens.dtype, len(shard.tokens), shard.places["tokens"], first + 4 * end_blocks)
         self._last_ends: list[int] | None = None
 
     def close(self) -> None:
@@ -74,15 +78,18 @@ class VerifiedShard:
         if steps.min() <= 0 or ends[-1] != self._tokens.length:
             at = int(np.argmax(steps <= 0)) if steps.min() <= 0 else len(ends) - 1
             self._refuse(
-                self._ends.place + 8 * at, 8, f"document {at} ends at token {ends[at]}, the previous one at "
+                self._ends.place + 8 * at,
+                8,
+                f"document {at} ends at token {ends[at]}, the previous one at "
                 f"{ends[at] - steps[at]} of {self._tokens.length}",
-            )  # fmt: skip
+            )
         return ends
 
     def _read(self, blocks: "_Blocks", low: int, high: int) -> np.ndarray:
         """Return a verified copy of the items of a range."""
         per_block = BLOCK_BYTES // blocks.dtype.itemsize
-        first, last = low // per_block, -(-min(high, blocks.length) // per_block)
+        first = low // per_block
+        last = -(-min(high, blocks.length) // per_block)
         size = min(last * per_block, blocks.length) * blocks.dtype.itemsize - first * BLOCK_BYTES
         data = memoryview(self._pread(blocks.place + first * BLOCK_BYTES, size))
         place = blocks.checksums + 4 * first
@@ -99,7 +106,7 @@ class VerifiedShard:
         try:
             if self._handle is None:
                 # Unbuffered: reads are short and in random order.
-                self._handle = self._file.open("rb", buffering=0)
+                self._handle = os.fdopen(open_descriptor(self._file), "rb", buffering=0)
                 self._close = weakref.finalize(self, self._handle.close)
             data = os.pread(self._handle.fileno(), size, place)
         except OSError as error:

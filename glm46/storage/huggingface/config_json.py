@@ -1,4 +1,4 @@
-"""Hugging Face's ``config.json``: read into a `ModelShape`, and written back with all other fields unchanged.
+"""Reads Hugging Face's ``config.json`` into a `ModelShape`, and writes it back with all other fields unchanged.
 
 The rotary keys have two forms: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` at the top level
 (transformers 4, the published GLM files), or all inside ``rope_parameters`` (transformers 5). Both are read, and a file
@@ -25,31 +25,50 @@ _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _OURS_ONLY = ("sliding_window",)
 """Keys of `ModelShape` that Hugging Face's GLM does not have."""
 
-_GROUPED, _LATENT = "glm4_moe", "glm4_moe_lite"
+_GROUPED = "glm4_moe"
+_LATENT = "glm4_moe_lite"
 _ARCHITECTURES = {_GROUPED: ["Glm4MoeForCausalLM"], _LATENT: ["Glm4MoeLiteForCausalLM"]}
-"""By model_type: with grouped-query attention, and with latent attention."""
+"""Architectures by model_type: with grouped-query attention, and with latent attention."""
 _FIXED: dict[str, Any] = {
-    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0, **GONE_KEYS,
-}  # fmt: skip
-"""Keys that select a computation -> the only implemented value."""
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    **GONE_KEYS,
+}
+"""The only implemented value of each key that selects a computation."""
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_REMEDY = (
+    "glm46 computes latent attention with low-rank queries, keys and values; take a model that has this key"
+)
 _NOT_OF_LATENT = ("head_dim", "use_qk_norm")
 """Keys of `ModelShape` that GLM-4.7-Flash's file lacks; transformers takes head_dim for qk_rope_head_dim."""
 
 _INERT: dict[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (), "clip_qkv": (), "embedding_multiplier": (1,), "final_logit_softcapping": (),
-    "index_topk": (), "kv_lora_rank": (), "logit_scale": (1,), "logits_scaling": (1,), "mlp_bias": (False,),
-    "moe_layer_freq": (1,), "q_lora_rank": (), "residual_multiplier": (1,), "rope_interleave": (False,),
-    "scoring_func": ("sigmoid",), "sliding_window": (), "topk_method": ("noaux_tc",), "use_sliding_window": (False,),
-}  # fmt: skip
-"""Keys of related models that select a computation, and that GLM lacks -> values that leave GLM's, as null does."""
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "index_topk": (),
+    "kv_lora_rank": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (False,),
+    "moe_layer_freq": (1,),
+    "q_lora_rank": (),
+    "residual_multiplier": (1,),
+    "rope_interleave": (False,),
+    "scoring_func": ("sigmoid",),
+    "sliding_window": (),
+    "topk_method": ("noaux_tc",),
+    "use_sliding_window": (False,),
+}
+"""Keys of related models that select a computation and that GLM lacks, with the values that (like null) keep GLM's."""
 _INERT_ROPE: dict[str, tuple[Any, ...]] = {"truncate": (True,), "finetuned": (True, False)}
-"""The same, of the keys of rope_scaling."""
+"""The same for the keys of rope_scaling."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's ``config.json``. Raises UserError if the file is missing or does not hold a JSON
-    object."""
+    """Read a folder's ``config.json``. Raises UserError if the file is missing or does not hold a JSON object."""
     file = folder / CONFIG
     if not file.is_file():
         require_kind(folder, Kind.HUGGING_FACE)
@@ -57,24 +76,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
-    """The model shape of a config.
+    """Convert a config to a model shape.
 
     Args:
         raw: content of config.json.
-        file: named in the messages.
+        file: file name for the messages.
 
     Raises:
         UserError: one fault for each key that is missing, invalid, or selects a computation that is not implemented.
     """
     if (kind := raw.get("model_type", _GROUPED)) not in [*_ARCHITECTURES]:
-        of_images = ", of images and text" if "vision_config" in raw else ""
-        relative = next((what for what, (_, kinds) in RELATIVES.items() if kind in kinds), of_images)
+        hint = ", of images and text" if "vision_config" in raw else ""
+        relative = next((relative_name for relative_name, (_, kinds) in RELATIVES.items() if kind in kinds), hint)
         raise UserError(
             f"{file}: model_type = {kind!r}: another model{relative}; glm46 computes "
             f"{_GROUPED!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have, and {_LATENT!r} of GLM-4.7-Flash; take one of "
             "them"
         )
-    raw, inert, fixed = dict(raw), dict(_INERT), {"architectures": _ARCHITECTURES[kind]} | _FIXED
+    raw = dict(raw)
+    inert = dict(_INERT)
+    fixed = {"architectures": _ARCHITECTURES[kind]} | _FIXED
     if kind == _LATENT:
         inert = {key: plain for key, plain in inert.items() if key not in (*_OF_LATENT, "rope_interleave")}
         fixed |= _complete_latent(raw)
@@ -87,9 +108,12 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     faults += [
         f"{file}: {key} = {raw[key]!r}: not a config of {kind}; expected {value!r}"
         for key, value in fixed.items()
-        # 1, 1.0 and true are equal here, and not to readers of an export
-        if (found := raw.get(key, value)) != value or (isinstance(value, int) and type(found) is not type(value))
+        # 1, 1.0 and true are equal in Python, but not to readers of an export.
+        if (value_found := raw.get(key, value)) != value
+        or (isinstance(value, int) and type(value_found) is not type(value))
     ]
+    if kind == _LATENT:
+        faults += [f"{file}: {key} = None: {_LATENT_REMEDY}" for key in _OF_LATENT if raw.get(key, 0) is None]
     if "model_type" not in raw:
         faults.append(f"{file}: model_type is missing; expected {_GROUPED!r} or {_LATENT!r}")
     keys, rope_faults = _rope(raw)
@@ -101,8 +125,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
     else:
         keys["num_nextn_predict_layers"] = mtp[0]
-    apart = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *(_OF_LATENT if kind == _GROUPED else ()))
-    plain = [name for name in ModelShape.model_fields if name not in apart]
+    special_keys = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *(_OF_LATENT if kind == _GROUPED else ()))
+    plain = [name for name in ModelShape.model_fields if name not in special_keys]
     faults += [f"{file}: {name} is missing; add it" for name in (*plain, *GONE_KEYS) if name not in raw]
     raise_if(faults)
     keys |= {name: raw[name] for name in plain}
@@ -114,7 +138,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
 
 
 def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
-    """Add what absent keys of a latent config mean, in place; and the values that keys must have if they are there."""
+    """Add the meaning of absent keys to a latent config, in place. Returns the values that keys must have if
+    present."""
     parts: list[Any] = [raw.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     width = sum(parts) if all(isinstance(part, int) for part in parts) else raw.get("v_head_dim")
     fixed = {"head_dim": parts[1], "qk_head_dim": width, "v_head_dim": width, "use_qk_norm": False}
@@ -125,28 +150,28 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" not in (raw.get("rope_parameters") or {}):
         raw.setdefault("partial_rotary_factor", 1.0)
     raw.setdefault("initializer_range", 0.02)
-    if isinstance(kinds := raw.get("mlp_layer_types"), list):  # which transformers has in its place
+    if isinstance(kinds := raw.get("mlp_layer_types"), list):  # transformers has this key instead
         raw.setdefault("first_k_dense_replace", (*kinds, "sparse").index("sparse"))
     return wrong
 
 
 def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
-    """The ids of ``eos_token_id`` in a file, which is one id or a list of them. Raises UserError if it is something
-    else."""
+    """Return the ids in ``eos_token_id`` of a file, which is one id or a list of them. Raises UserError if it is
+    something else."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(one) is not int for one in ids):
+    if any(type(id_) is not int for id_ in ids):
         raise UserError(f"{file}: eos_token_id = {value!r}: must be an id or a list of ids; correct it or copy it anew")
     return ids
 
 
 def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list[int], dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of a model. Raises UserError if the shape has a sliding window, which readers of the export
-    would ignore.
+    """Make the ``config.json`` of a model. Raises UserError if the shape has a sliding window, which readers of the
+    export would ignore.
 
     Args:
-        shape: of the exported weights.
-        raw: a config to start from, such as that of the imported folder. Keys that agree with `shape`, and keys that
+        shape: shape of the exported weights.
+        raw: a config to start from, such as the imported folder's. Keys that agree with `shape`, and keys that
             `ModelShape` lacks, stay unchanged. None: a new config in the form of GLM's published files.
         eos_ids: ids that end a text, the padding id first; only used without `raw`.
         dtype: type of the exported weights, such as "bfloat16".
@@ -156,7 +181,7 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
             f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: GLM's models "
             "have none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
-    known = None if raw is None else shape_of(raw)
+    base_shape = None if raw is None else shape_of(raw)
     kind, absent = (_LATENT, _NOT_OF_LATENT) if shape.is_latent else (_GROUPED, _OF_LATENT)
     if raw is None:
         config = {"model_type": kind, "architectures": _ARCHITECTURES[kind]} | _FIXED
@@ -164,19 +189,19 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
     else:
         config = json.loads(json.dumps(raw))  # a copy of all levels
     for name in ModelShape.model_fields:
-        changes = known is None or getattr(known, name) != getattr(shape, name)
-        if changes and name not in (*_OURS_ONLY, *absent):
+        is_changed = base_shape is None or getattr(base_shape, name) != getattr(shape, name)
+        if is_changed and name not in (*_OURS_ONLY, *absent):
             _put(config, name, shape)
     if "mlp_layer_types" in config or (shape.is_latent and shape.first_k_dense_replace != 1):
         config["mlp_layer_types"] = _mlp_layer_types(shape.num_hidden_layers, shape.first_k_dense_replace)
-    stated = [] if raw is None else stated_ids(raw, CONFIG)
-    # Ids of another tokenizer; a file may list only some.
-    if raw is None or (stated and eos_ids and set(eos_ids).isdisjoint(stated)):
+    old_ids = [] if raw is None else stated_ids(raw, CONFIG)
+    # The ids in the file are from another tokenizer if none of ours is among them; a file may list only some of ours.
+    if raw is None or (old_ids and eos_ids and set(eos_ids).isdisjoint(old_ids)):
         config |= {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
     if raw is None:
         config["use_cache"] = True
     config.pop("quantization_config", None)  # describes the imported weights, not the exported ones
-    # Keep the file's spelling; a new file gets the one that all versions of transformers read.
+    # Keep the file's spelling; a new file gets the spelling that all versions of transformers read.
     config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
     assert shape_of(config) == shape
     return config
@@ -201,7 +226,7 @@ def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
 def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
     scaling: dict[str, Any] | None = None
     if shape.rope_scaling is not None:
-        # Without the keys that only YaRN has, which a reader would warn of.
+        # Omit the keys that only YaRN has: a reader would warn of them.
         is_linear = shape.rope_scaling.rope_type == "linear"
         scaling = shape.rope_scaling.model_dump(exclude_none=True, exclude_defaults=is_linear)
     if "rope_parameters" in config:
@@ -217,21 +242,22 @@ def _mlp_layer_types(layers: int, dense: int) -> list[str]:
 
 
 def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
-    """Faults of the keys that list a kind for each layer, which transformers 5 has."""
-    layers, dense = raw.get("num_hidden_layers"), raw.get("first_k_dense_replace")
+    """Return the faults of the keys with a kind for each layer, which transformers 5 has."""
+    layers = raw.get("num_hidden_layers")
+    dense = raw.get("first_k_dense_replace")
     if not (isinstance(layers, int) and isinstance(dense, int)):
         return []
     expected = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": _mlp_layer_types(layers, dense)}
     return [
-        f"{key} has other kinds of layers than {', '.join(sorted(set(wanted)))}, or others in these places; take a "
+        f"{key} has other kinds of layers than {', '.join(sorted(set(kinds)))}, or others in these places; take a "
         "model that has not"
-        for key, wanted in expected.items()
-        if raw.get(key) not in (None, wanted)
+        for key, kinds in expected.items()
+        if raw.get(key) not in (None, kinds)
     ]
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The three rotary keys of a shape from either form, and their faults."""
+    """Read the three rotary keys of a shape from either form. Returns them and their faults."""
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(name), dict | None):
             return {}, [f"{name} = {raw[name]!r}: must be a table"]
@@ -254,17 +280,17 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         scaling.pop(name, None)
     old_type = scaling.pop("type", None)
     rope_type = scaling.get("rope_type", old_type)
-    known = ("rope_type", *RopeScalingConfig.model_fields)
-    more = {k: v for k, v in scaling.items() if k not in known and v not in (None, *_INERT_ROPE.get(k, ()))}
-    scaling = {key: value for key, value in scaling.items() if key in known and value is not None}
-    if rope_type is None and (scaling or more):
+    known_keys = ("rope_type", *RopeScalingConfig.model_fields)
+    unknown = {k: v for k, v in scaling.items() if k not in known_keys and v not in (None, *_INERT_ROPE.get(k, ()))}
+    scaling = {key: value for key, value in scaling.items() if key in known_keys and value is not None}
+    if rope_type is None and (scaling or unknown):
         faults.append("rope_scaling.rope_type is missing; add it")
     elif rope_type not in (None, "default", "linear", "yarn"):
         faults.append(f"rope_scaling.rope_type = {rope_type!r}: glm46 computes 'linear' and 'yarn'; take one of them")
-    elif more and (rope_type in ("linear", "yarn") or "mrope_section" in more):
-        stated = ", ".join(f"rope_scaling.{key} = {value!r}" for key, value in more.items())
+    elif unknown and (rope_type in ("linear", "yarn") or "mrope_section" in unknown):
+        settings = ", ".join(f"rope_scaling.{key} = {value!r}" for key, value in unknown.items())
         faults.append(
-            f"{stated}: glm46 computes {rope_type} positions without these keys; take a model that does not have them"
+            f"{settings}: glm46 computes {rope_type} positions without these keys; take a model that does not have them"
         )
     elif rope_type not in (None, "default"):
         scaling["rope_type"] = rope_type

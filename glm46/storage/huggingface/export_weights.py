@@ -1,4 +1,4 @@
-"""Export of a model as a Hugging Face folder, written by all ranks at once into the same files."""
+"""Exports a model as a Hugging Face folder, written by all ranks concurrently into the same files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,15 +26,15 @@ class ExportOptions:
     dtype: torch.dtype = torch.bfloat16
     """Type of the weights. The routers' selection biases are always FP32."""
     scheme: Scheme | None = None
-    """Quantise projections so. One process only: a scale needs its whole block or group."""
+    """Quantisation of the projections, or None. One process only: a scale needs its complete block or group."""
     repeat_shared: bool = False
     """Repeat embedding and head in the prediction layers, as GLM-4.5 and GLM-4.5-Air do; GLM-4.6 does not."""
     router_temperature: float = 1.0
-    """Of the function to export, see `NetworkFunction`: gates are divided by it in FP32, and then rounded once."""
+    """Router temperature of the exported `NetworkFunction`: gates are divided by it in FP32, and then rounded once."""
     max_file_bytes: int = 5_000_000_000
-    """Most bytes of tensors in one file; a larger tensor has its own file."""
+    """Maximum bytes of tensors in one file; a larger tensor has its own file."""
     other_files: Mapping[str, bytes] = field(default_factory=dict)
-    """File name -> content: tokenizer, generation config and others."""
+    """Content by file name: tokenizer, generation config and others."""
 
 
 @torch.no_grad()
@@ -54,9 +54,9 @@ def export_weights(
     Args:
         folder: must not exist; on a disk that all ranks share.
         config: content of config.json, from `config_of`.
-        tensors: our name -> source of its values; ranks may hold different names. The ranks' parts must cover every
+        tensors: source of the values by our name; ranks may hold different names. The ranks' parts must cover every
             element of the model.
-        ranks: that write it; None: all.
+        ranks: the ranks that write it; None: all.
 
     Raises:
         UserError: the folder exists, or the disk has too little space.
@@ -70,9 +70,16 @@ def export_weights(
     contents = {CONFIG: json_bytes(config), **options.other_files}
     with drafted_folder(folder, sum(file.nbytes for file in files), ranks) as draft:
         return write_tensors(
-            draft, names.entries, files, tensors, ranks, contents,
-            scheme=options.scheme, router_temperature=options.router_temperature, report=report,
-        )  # fmt: skip
+            draft,
+            names.entries,
+            files,
+            tensors,
+            ranks,
+            contents,
+            scheme=options.scheme,
+            router_temperature=options.router_temperature,
+            report=report,
+        )
 
 
 def _lay_out_files(names: HFNames, options: ExportOptions) -> list[OutputFile]:
@@ -85,8 +92,8 @@ def _lay_out_files(names: HFNames, options: ExportOptions) -> list[OutputFile]:
         for part in entry.parts:
             stored = [(part.hf_name, dtype, part.hf_shape)]
             if options.scheme is not None and part.hf_name in quantised:
-                of_suffix = options.scheme.stored(part.hf_shape)
-                stored = [(part.hf_name + suffix, *of) for suffix, of in of_suffix.items()]
+                by_suffix = options.scheme.stored(part.hf_shape)
+                stored = [(part.hf_name + suffix, *kind_and_size) for suffix, kind_and_size in by_suffix.items()]
             nbytes = sum(prod(size) * kind.itemsize for _, kind, size in stored)
             if groups[-1] and filled + nbytes > options.max_file_bytes:
                 groups.append([])

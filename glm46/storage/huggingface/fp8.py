@@ -1,4 +1,4 @@
-"""FP8 weights of a Hugging Face folder: an E4M3 tensor and a tensor of scales beside it.
+"""FP8 weights of a Hugging Face folder: an E4M3 tensor and a tensor of scales next to it.
 
 Export writes two formats, both as `compressed-tensors`, which vLLM and SGLang read: "block", one scale per 128 x 128
 weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one per row ([O, 1]), as in GLM-4.5-FP8. Import reads both
@@ -23,8 +23,8 @@ from glm46.storage.huggingface.names import HFEntry, HFNames, HFPart
 _BLOCK = 128
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _ROUNDS_TO_LARGEST = 464.0
-"""Largest number that rounds to 448: half a step above it. If the largest number of a block lies between half of this
-and this, its rounded value does too, so quantising again finds the same scale."""
+"""Largest number that rounds to 448: half a step above it. If the largest number of a block is between half of this
+value and this value, its rounded value is too, so quantising again finds the same scale."""
 _SCALE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -35,35 +35,35 @@ class Scheme:
     block: tuple[int, int] | None = (_BLOCK, _BLOCK)
     """Rows and columns with one scale; None: one scale per row."""
     suffix: str = "_scale"
-    """Appended to a weight's name, gives the name of its scales."""
+    """Suffix that turns a weight's name into the name of its scales."""
 
     format = "float-quantized"
 
     @property
     def suffixes(self) -> tuple[str, str]:
-        """Of the names of the tensors that store a weight."""
+        """Name suffixes of the tensors that store a weight."""
         return "", self.suffix
 
     def grid(self, columns: int) -> tuple[int, int]:
-        """Rows and columns that share a scale, in a weight with this number of columns."""
+        """Return the rows and columns that share a scale, in a weight with this number of columns."""
         return (1, columns) if self.block is None else self.block
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of a weight."""
+        """Return the shape of the scales of a weight."""
         return tuple(-(-size // step) for size, step in zip(shape, self.grid(shape[1]), strict=True))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """True if a weight of this shape is stored in FP8. vLLM and SGLang refuse to fuse matrices with a size that is
-        not a multiple of the block (`validate_fp8_block_shape`), such as the dense layer of GLM-4.5-Air with 10,944
-        rows."""
+        """Return True if a weight of this shape is stored in FP8. vLLM and SGLang refuse to fuse matrices with a size
+        that is not a multiple of the block (`validate_fp8_block_shape`), such as the dense layer of GLM-4.5-Air with
+        10,944 rows."""
         return self.block is None or not any(size % step for size, step in zip(shape, self.block, strict=True))
 
     def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Suffix of the weight's name -> type and shape of each tensor that stores it."""
+        """Return type and shape of each tensor that stores a weight, by suffix of the weight's name."""
         return {"": (torch.float8_e4m3fn, shape), self.suffix: (torch.float32, self.scale_shape(shape))}
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors that store a weight, FP32 [O, I] and finite, by suffix: values in E4M3 [O, I], scales in FP32."""
+        """Quantise a weight, FP32 [O, I] and finite. Returns values in E4M3 [O, I] and scales in FP32, by suffix."""
         rows, columns = self.grid(weight.shape[1])
         grid = self.scale_shape(tuple(weight.shape))
         padded = weight.new_zeros(grid[0] * rows, grid[1] * columns)
@@ -79,21 +79,22 @@ class Scheme:
         return {"": values.to(torch.float8_e4m3fn).contiguous(), self.suffix: scales}
 
     def boxes(self, shape: tuple[int, ...], box: Box) -> dict[str, Box]:
-        """Boxes of the stored tensors that a box of the weight needs."""
-        of_scales = tuple(
+        """Return the boxes of the stored tensors that a box of the weight needs."""
+        scale_box = tuple(
             (start // step, -(-(start + length) // step) - start // step)
             for (start, length), step in zip(box, self.grid(shape[1]), strict=True)
         )
-        return {"": box, self.suffix: of_scales}
+        return {"": box, self.suffix: scale_box}
 
     def dequantise(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
-        """FP32 weights of a box, from the parts of its `boxes`."""
+        """Return the FP32 weights of a box, from the parts of its `boxes`."""
         return parts[""].float().mul_(self.scales_of_columns(parts, shape, box))
 
     def scales_of_columns(
         self, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box, group: int = 1
     ) -> Tensor:
-        """FP32 scales [rows, columns / group] of a box, whose groups of columns have one scale; see `dequantise`."""
+        """Return the FP32 scales [rows, columns / group] of a box with one scale per group of columns; see
+        `dequantise`."""
         scales = parts[self.suffix].float()
         for dim, ((start, length), step) in enumerate(zip(box, self.grid(shape[1]), strict=True)):
             places = torch.arange(start, start + length, group if dim else 1) // step - start // step
@@ -101,7 +102,8 @@ class Scheme:
         return scales
 
     def matches(self, weight: Tensor, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box) -> bool:
-        """True if FP8 values of a box equal the weights up to one step of E4M3: other tools round differently."""
+        """Return True if FP8 values of a box equal the weights up to one step of E4M3: other tools round
+        differently."""
         step = self.scales_of_columns(parts, shape, box).mul_(2.0**-9)
         difference = self.dequantise(parts, shape, box).sub_(weight)
         return bool((difference.abs_() <= weight.abs() / 8 + step).all())
@@ -109,13 +111,15 @@ class Scheme:
     def weights_in(
         self, records: Mapping[str, Any], names: HFNames
     ) -> tuple[dict[str, tuple[int, ...]], set[str], list[str]]:
-        """See `Int4.weights_in`. Tensors that are not part of the model are not judged here."""
-        found: dict[str, tuple[int, ...]] = {}
-        stored_names, faults = set(), []
+        """Find the quantised weights, see `Int4.weights_in`. Tensors that are not part of the model are not checked
+        here."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        stored_names = set()
+        faults = []
         for name, record in records.items():
             if record.dtype != torch.float8_e4m3fn:
                 continue
-            found[name] = record.shape
+            shapes[name] = record.shape
             scale = records.get(name + self.suffix)
             is_refused = name in names.places and not _may_be_fp8(*names.places[name])
             if is_refused or len(record.shape) != 2:
@@ -128,13 +132,14 @@ class Scheme:
                     f"{list(self.scale_shape(record.shape))} in FP32 or BF16"
                 )
             stored_names |= {name, name + self.suffix}
-        return found, stored_names, faults
+        return shapes, stored_names, faults
 
     def group_of_config(self) -> dict[str, Any]:
-        """The group of layers in `quantization_config`. Activations are quantised dynamically, so no calibration is
-        needed."""
+        """Return the group of layers for `quantization_config`. Activations are quantised dynamically, so no
+        calibration is needed."""
         common = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights, inputs = common | {"dynamic": False, "strategy": "channel"}, common | {"dynamic": True}
+        weights = common | {"dynamic": False, "strategy": "channel"}
+        inputs = common | {"dynamic": True}
         if self.block is not None:
             weights |= {"strategy": "block", "block_structure": list(self.block)}
         inputs |= {"strategy": "group", "group_size": self.block[1]} if self.block else {"strategy": "token"}
@@ -142,5 +147,6 @@ class Scheme:
 
 
 def _may_be_fp8(entry: HFEntry, part: HFPart) -> bool:
-    """GLM-4.5-FP8 and GLM-4.5-Air-FP8 store the repeat of the head in FP8, but the head itself in BF16."""
+    """Return True if a tensor may be FP8: GLM-4.5-FP8 and -Air-FP8 have the repeat of the head in FP8, but not the
+    head."""
     return entry.row.fp8_family is not None or (part.is_repeat and entry.name == "lm_head.weight")

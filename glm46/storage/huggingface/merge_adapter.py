@@ -1,4 +1,5 @@
-"""Adapters merged into a Hugging Face folder, some MB at a time; what has no adapter is copied byte for byte."""
+"""Merges adapters into a Hugging Face folder, some MB at a time; tensors without an adapter are copied byte for
+byte."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
 from glm46.run.parameters import base_families
 from glm46.storage.huggingface.adapter_origin import read_base_dtype, require_base
 from glm46.storage.huggingface.config_json import CONFIG, read_config
+from glm46.storage.huggingface.exported_tokenizer import exported_tokenizer
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.folder_tensors import INDEX, Places, find_tensors
 from glm46.storage.huggingface.fp8 import Scheme
@@ -33,7 +35,7 @@ _FP8 = torch.float8_e4m3fn
 _MOST_ELEMENTS = 1 << 20
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth")
 _MOST_LOST = 0.5
-"""Norm of the rounding error over that of an adapter's change, from which on there is a warning."""
+"""Warn if the norm of the rounding error exceeds this fraction of the norm of an adapter's change."""
 
 
 @torch.no_grad()
@@ -47,21 +49,21 @@ def merge_adapter(
 ) -> dict[str, dict[str, float]]:
     """Write a model folder with the weights of a PEFT folder added, LoRA or DoRA. Collective.
 
-    Each rank writes every n-th file of the base. Sums are in FP32 and rounded once. `merge_errors.json` in the folder
-    holds what is returned.
+    Each rank writes every n-th file of the base. Sums are in FP32 and rounded once. The folder's `merge_errors.json`
+    holds the returned values.
 
     Args:
-        base: Hugging Face folder, in any type that `import_weights` reads, FP8 and INT4 included.
+        base: Hugging Face folder, in any type that `import_weights` reads, including FP8 and INT4.
         adapter: see `AdapterFolder`.
         output: must not exist; on a disk that all ranks share.
-        target: of the changed weights: FP32 or BF16, in which FP8 weights are then stored too; or a scheme of FP8, in
-            which all projections are then stored. None: as in the base, whose other tensors always stay as they are;
-            of INT4 weights BF16. If training held the base in 4 bits, its weights are quantised so first, those without
-            an adapter too: adapters make up for what was lost.
+        target: format of the changed weights: FP32 or BF16, in which FP8 weights are then stored too; or an FP8 scheme,
+            in which all projections are then stored. None: as in the base (BF16 for INT4 weights); all other tensors of
+            the base stay unchanged. If training held the base in 4 bits, all its weights are quantised like that first,
+            also those without an adapter: adapters compensate for the quantisation error.
 
     Returns:
-        Hugging Face name of each changed weight -> "change", the norm of its change over that of the weight, and
-        "rounding", the norm of what rounding took or added over that of the change.
+        By Hugging Face name of each changed weight: "change", the norm of its change over the norm of the weight, and
+        "rounding", the norm of the rounding error over the norm of the change.
 
     Raises:
         UserError: on all ranks: a folder is damaged, they do not fit, the adapter names another base, `output` exists,
@@ -81,7 +83,7 @@ def merge_adapter(
                 for file in merge.files[ranks.rank :: ranks.size]:
                     merge.write(draft, file, report)
             stage.value = merge.errors
-        errors = {name: of for of_rank in stage.values for name, of in of_rank.items()}
+        errors = {name: ratios for rank_errors in stage.values for name, ratios in rank_errors.items()}
         with ranks.stage(f"writing the small files of {draft}"):
             if ranks.is_first:
                 for name, content in merge.small_files(base, errors).items():
@@ -90,8 +92,8 @@ def merge_adapter(
 
 
 def merge_lines(folder: Path, errors: dict[str, dict[str, float]]) -> list[str]:
-    """Lines for a user about a merged folder; ``errors`` is the result of `merge_adapter`."""
-    changes = sorted(of["change"] for of in errors.values())
+    """Return lines for a user about a merged folder; ``errors`` is the result of `merge_adapter`."""
+    changes = sorted(ratios["change"] for ratios in errors.values())
     worst = max(errors, key=lambda name: errors[name]["rounding"])
     lost = [name for name in errors if errors[name]["rounding"] > _MOST_LOST]
     lines = [
@@ -107,7 +109,7 @@ def merge_lines(folder: Path, errors: dict[str, dict[str, float]]) -> list[str]:
 
 
 class _Merge:
-    """The files of a merged folder, and the writing of each. Raises UserError as `merge_adapter` does."""
+    """The files of a merged folder, and the writing of each. Raises UserError like `merge_adapter`."""
 
     def __init__(self, base: Path, adapter: Path, target: torch.dtype | Scheme | None):
         shape = stored_shape(base)
@@ -116,12 +118,13 @@ class _Merge:
         self._target = target = torch.bfloat16 if is_int4 and target is None else target
         if self.reader.names.form is not Form.PER_EXPERT:
             raise UserError(f"{base}: has {self.reader.names.form.value}; give what convert to-hf writes from it")
-        own = self.reader.scheme if target is None else target
-        self.scheme = cast(Any, own if isinstance(own, Scheme) else None)
-        """`Scheme` of the output's FP8 weights; None if there are none."""
+        scheme = self.reader.scheme if target is None else target
+        self.scheme = cast(Any, scheme if isinstance(scheme, Scheme) else None)
+        """`Scheme` of the output's FP8 weights; None if it has no FP8 weights."""
         self.adapter = AdapterFolder(adapter, shape)
-        self._stored = find_tensors(base)  # those included that the model does not have
-        places, weights = self.reader.names.places.items(), set(self.adapter.weights)
+        self._stored = find_tensors(base)  # includes tensors that the model does not have
+        places = self.reader.names.places.items()
+        weights = set(self.adapter.weights)
         if is_int4:
             self._stored = _unpacked(self._stored, self.reader.quantised)
         self._changed = frozenset(name for name, (entry, _) in places if entry.name in weights)
@@ -136,6 +139,7 @@ class _Merge:
         )
         self._in_fp8 = quantised_names(self.reader.names, self.scheme) if target is not None else frozenset()
         self._config = read_config(base) if target is None else self._changed_config(base)
+        self._positions = shape.max_position_embeddings
         self._has_index = (base / INDEX).is_file()
         self.errors: dict[str, dict[str, float]] = {}
         in_files: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
@@ -145,7 +149,8 @@ class _Merge:
             dtype = self._type_of(name, record)
             in_files.setdefault(path.name, []).append((name, dtype, record.shape))
             if dtype == _FP8:
-                scales, suffix = self.scheme.scale_shape(record.shape), self.scheme.suffix
+                scales = self.scheme.scale_shape(record.shape)
+                suffix = self.scheme.suffix
                 in_files[path.name].append((name + suffix, self._scale_type(name), scales))
         self.files = [OutputFile(name, *lay_out(tensors)) for name, tensors in in_files.items()]
 
@@ -155,7 +160,7 @@ class _Merge:
         return weight is not None and weight[1].dtype == _FP8
 
     def _type_of(self, name: str, record: Record) -> torch.dtype:
-        """Type of a tensor in the output."""
+        """Return the type of a tensor in the output."""
         if self._target is None:
             return record.dtype
         if isinstance(self._target, Scheme):
@@ -166,8 +171,8 @@ class _Merge:
         return self._target if is_changed else record.dtype
 
     def _scale_type(self, name: str) -> torch.dtype:
-        known = self._stored.get(name + self.scheme.suffix) if self.scheme else None
-        return known[1].dtype if known else torch.float32
+        scales = self._stored.get(name + self.scheme.suffix) if self.scheme else None
+        return scales[1].dtype if scales else torch.float32
 
     def write(self, draft: Path, file: OutputFile, report: ReportBytes | None) -> None:
         """Write one file."""
@@ -185,19 +190,20 @@ class _Merge:
                     report(record.nbytes // (2 if record.dtype == torch.uint8 else 1))
 
     def _copy(self, name: str, written: TensorFile) -> None:
-        """Copy a tensor, and the scales of an FP8 one."""
+        """Copy a tensor, with its scales if it is in FP8."""
         names = [name] if written.records[name].dtype != _FP8 else [name, name + self.scheme.suffix]
-        for one in names:
-            path, record = self._stored[one]
-            with TensorFile(path, {one: record}) as source:
+        for key in names:
+            path, record = self._stored[key]
+            with TensorFile(path, {key: record}) as source:
                 for box in _rows(record.shape, 1):
-                    written.write(one, box, source.read(one, box))
+                    written.write(key, box, source.read(key, box))
 
     def _change(self, name: str, written: TensorFile) -> None:
         """Write a weight with its adapter, or in another type."""
-        record, is_changed = written.records[name], name in self._changed
+        record = written.records[name]
+        is_changed = name in self._changed
         block = self.scheme.block[0] if record.dtype == _FP8 and self.scheme.block else 1
-        squares = torch.zeros(3, dtype=torch.float64)  # of the weight, its change, what rounding changed
+        squares = torch.zeros(3, dtype=torch.float64)  # of the weight, its change, and the rounding error
         for box in _rows(record.shape, block):
             weight = torch.empty([length for _, length in box], dtype=torch.float32)
             self.reader.read(name, box, weight)
@@ -210,27 +216,29 @@ class _Merge:
             parts = (weight, merged - weight, rounded - merged)
             squares += torch.tensor([part.norm().item() ** 2 for part in parts], dtype=torch.float64)
         if is_changed:
-            whole, change, rounding = squares.tolist()
-            ratios = {"change": (change, whole), "rounding": (rounding, change)}
-            self.errors[name] = {key: sqrt(part / of) if of else 0.0 for key, (part, of) in ratios.items()}
+            weight_norm, change, rounding = squares.tolist()
+            ratios = {"change": (change, weight_norm), "rounding": (rounding, change)}
+            self.errors[name] = {key: sqrt(part / norm) if norm else 0.0 for key, (part, norm) in ratios.items()}
 
     def _write(self, name: str, box: Box, values: Tensor, written: TensorFile) -> Tensor:
-        """Write rows of a weight, FP32 [rows, I]; returns what a reader of the file gets, in FP32."""
+        """Write rows of a weight, FP32 [rows, I]; returns the values that a reader of the file gets, in FP32."""
         dtype = written.records[name].dtype
         if dtype != _FP8:
             rounded = values.to(dtype)
             written.write(name, box, rounded)
             return rounded.float()
-        parts, shape = self.scheme.quantise(values), written.records[name].shape
+        parts = self.scheme.quantise(values)
+        shape = written.records[name].shape
         for suffix, part in self.scheme.boxes(shape, box).items():
             parts[suffix] = parts[suffix].to(written.records[name + suffix].dtype)
             written.write(name + suffix, part, parts[suffix])
         return self.scheme.dequantise(parts, shape, ((0, values.shape[0]), box[1]))
 
     def small_files(self, base: Path, errors: dict[str, dict[str, float]]) -> dict[str, bytes]:
-        """Name -> content of all files without tensors."""
+        """Return the content of all files without tensors, by name."""
         others = (path for path in base.iterdir() if path.is_file() and path.suffix not in _NOT_COPIED)
         contents = {path.name: path.read_bytes() for path in others if path.name not in (INDEX, ERRORS_FILE)}
+        contents = exported_tokenizer(contents, max_length=self._positions)
         contents |= {CONFIG: json_bytes(self._config), MERGE_ERRORS: json_bytes(errors)}
         if self._has_index:
             contents[INDEX] = index_of({file.name: file.records for file in self.files})
@@ -246,17 +254,19 @@ class _Merge:
 
 
 def _unpacked(stored: Places, quantised: Mapping[str, tuple[int, ...]]) -> Places:
-    """INT4 weights as one tensor each, in the file of their packed values: uint8, two values a byte."""
+    """Replace the tensors of each INT4 weight by one entry in the file of its packed values: uint8, two values a
+    byte."""
     parts = {f"{name}{suffix}" for name in quantised for suffix in Int4.suffixes}
-    found = {name: place for name, place in stored.items() if name not in parts}
+    places = {name: place for name, place in stored.items() if name not in parts}
     for name, shape in quantised.items():
         path, record = stored[f"{name}_packed"]
-        found[name] = path, replace(record, dtype=torch.uint8, shape=shape)
-    return found
+        places[name] = path, replace(record, dtype=torch.uint8, shape=shape)
+    return places
 
 
 def _rows(shape: tuple[int, ...], block: int) -> Iterator[Box]:
-    """Boxes of whole rows that cover a tensor, some MB each; all but the last have a multiple of `block` rows."""
+    """Yield boxes of complete rows that cover a tensor, some MB each; all but the last have a multiple of `block`
+    rows."""
     if not shape:
         yield ()
         return

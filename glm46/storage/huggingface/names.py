@@ -1,8 +1,8 @@
-"""Hugging Face's tensor names and ours, for reading and writing, from the table in `run/parameters.py`.
+"""Hugging Face's tensor names and ours, for reading and writing, derived from the table in `run/parameters.py`.
 
-Every tensor of a Hugging Face checkpoint is a box inside exactly one of our tensors. Most boxes are the whole tensor
+Every tensor of a Hugging Face checkpoint is a box inside exactly one of our tensors. Most boxes are the full tensor
 under another name. An expert's three matrices are boxes inside the two stacked tensors of its layer. A box is plain
-numbers, so the same table serves whole tensors and shards: a shard needs the boxes that it overlaps.
+numbers, so the same table serves full tensors and shards: a shard needs the boxes that it overlaps.
 
     ours                                       Hugging Face (N = num_hidden_layers, X = n_routed_experts)
     embed_tokens.weight                        model.embed_tokens.weight
@@ -11,8 +11,8 @@ numbers, so the same table serves whole tensors and shards: a shard needs the bo
     norm.weight, lm_head.weight                model.norm.weight, lm_head.weight
     embed_tokens.weight, lm_head.weight again  model.layers.{N + k}.{embed_tokens,shared_head.head}.weight, "repeats"
 
-GLM-4.5, 4.5-Air and 4.7 are published with the repeats, GLM-4.6 without. transformers 5 has the experts of a layer in
-two tensors, which are ours: ``model.layers.{i}.mlp.experts.gate_up_proj`` and ``down_proj``.
+GLM-4.5, 4.5-Air and 4.7 are published with the repeats, GLM-4.6 without. transformers 5 stores the experts of a layer
+in two tensors, which equal ours: ``model.layers.{i}.mlp.experts.gate_up_proj`` and ``down_proj``.
 """
 
 from collections.abc import Iterable
@@ -25,13 +25,14 @@ from glm46.config.model import ModelShape
 from glm46.run.parameters import PARAMETERS, Parameter, layer_counts, named_rows
 
 MOST_SHOWN = 10
-"""Names in a fault, and faults of one kind; the others are counted. A wrong model shape gives tens of thousands."""
+"""Maximum number of names in a fault, and of faults of one kind; the rest is counted. A wrong model shape gives tens of
+thousands."""
 
 _WEIGHT_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 class Form(Enum):
-    """Names of a model's tensors."""
+    """Naming schemes of a model's tensors."""
 
     PER_EXPERT = "Hugging Face names"
     STACKED = "Hugging Face names, with the experts of a layer in one tensor"
@@ -68,22 +69,22 @@ class HFEntry:
 
     @property
     def is_fp32(self) -> bool:
-        """True for the router's selection bias. BF16 would lose its small updates, so no file of ours rounds it."""
+        """True for the router's selection bias. BF16 would lose its small updates, so we never write it rounded."""
         return self.row.optimizer is None
 
 
 class HFNames:
-    """The table of one shape.
+    """The name table of one model shape.
 
     Attributes:
-        entries: our name -> `HFEntry`, in the order of the model.
-        places: Hugging Face name -> its entry, and its part of that entry.
-        empty: Hugging Face name -> shape of the tensors without elements that only transformers has. No reader needs
-            them, but transformers reports them as missing.
+        entries: `HFEntry` by our name, in the order of the model.
+        places: entry, and part of that entry, by Hugging Face name.
+        empty: shapes by Hugging Face name of tensors without elements that only transformers has. No reader needs them,
+            but transformers reports them as missing.
 
     Args:
         repeat_shared: include the repeats of embedding and head in the multi-token prediction layers.
-        form: of the names on the other side.
+        form: naming scheme on the other side.
     """
 
     def __init__(self, shape: ModelShape, *, repeat_shared: bool, form: Form = Form.PER_EXPERT):
@@ -91,54 +92,60 @@ class HFNames:
         rows = named_rows(shape).items()
         self.entries = {name: _entry(name, row, shape, repeat_shared, form) for name, row in rows}
         self.places = {part.hf_name: (entry, part) for entry in self.entries.values() for part in entry.parts}
-        self.empty = {} if shape.n_shared_experts else {
-            f"model.layers.{i}.{row.hf_names[0]}": row.hf_shape(shape)
-            for i in range(layer_counts(shape)[0], shape.num_hidden_layers + shape.num_nextn_predict_layers)
-            for row in PARAMETERS
-            if row.needs == "n_shared_experts"
-        }  # fmt: skip
+        self.empty = (
+            {}
+            if shape.n_shared_experts
+            else {
+                f"model.layers.{i}.{row.hf_names[0]}": row.hf_shape(shape)
+                for i in range(layer_counts(shape)[0], shape.num_hidden_layers + shape.num_nextn_predict_layers)
+                for row in PARAMETERS
+                if row.needs == "n_shared_experts"
+            }
+        )
 
     def fault(self, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-        """The fault in shape or type of a checkpoint tensor with a known name; None if it fits."""
+        """Return the fault in shape or type of a checkpoint tensor with a known name; None if it fits."""
         _, part = self.places[hf_name]
         if hf_shape != part.hf_shape:
             return f"tensor {hf_name} is {list(hf_shape)} in the checkpoint, the model has {list(part.hf_shape)}"
         if dtype not in _WEIGHT_TYPES:
-            known, *names = (str(one).removeprefix("torch.") for one in (dtype, *_WEIGHT_TYPES))
+            actual, *names = (str(type_).removeprefix("torch.") for type_ in (dtype, *_WEIGHT_TYPES))
             remedy = "convert it" + ", or restore quantization_config in config.json" * (dtype.itemsize == 1)
-            return f"tensor {hf_name} is {known} in the checkpoint, it must be {' or '.join(names)}; {remedy}"
+            return f"tensor {hf_name} is {actual} in the checkpoint, it must be {' or '.join(names)}; {remedy}"
         return None
 
     def name_faults(self, hf_names: Iterable[str]) -> list[str]:
-        """At most two messages: one lists the missing names, one the unknown names. Repeats may be missing."""
-        found = set(hf_names)
-        missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_repeat]
-        unknown = sorted(found - set(self.places))
+        """Return at most two messages: one lists the missing names, one the unknown names. Repeats may be missing."""
+        present = set(hf_names)
+        missing = [name for name, (_, part) in self.places.items() if name not in present and not part.is_repeat]
+        unknown = sorted(present - set(self.places))
         kinds = (
             (missing, "missing", "copy or download the folder again, or take one of this shape"),
             (unknown, "not part of this model", "take a folder of this shape, or write one without them"),
         )
-        return [f"{len(of)} tensors are {what}: {listed(of)}; {remedy}" for of, what, remedy in kinds if of]
+        return [
+            f"{len(names)} tensors are {state}: {listed(names)}; {remedy}" for names, state, remedy in kinds if names
+        ]
 
 
 def stacked_name(row: Parameter) -> str:
-    """Name in a layer of the tensor with all experts of a layer, of transformers 5."""
+    """Return the name, within a layer, of the tensor that stacks all its experts in transformers 5."""
     return f"mlp.experts.{row.name.rpartition('.')[2]}_proj"
 
 
 def has_repeats(hf_names: Iterable[str], shape: ModelShape) -> bool:
-    """True if a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
+    """Return True if a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
     return not {name for row in PARAMETERS for name in _repeat_names(row, shape)}.isdisjoint(hf_names)
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and the number of the others."""
+    """Join the first names, and the number of the others."""
     more = len(names) - MOST_SHOWN
     return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _hf_prefix(name: str, shape: ModelShape) -> str:
-    """Prefix of the Hugging Face names of one of our tensors."""
+    """Return the prefix of the Hugging Face names of one of our tensors."""
     part, number, *_ = name.split(".")
     layers_before = {"layers": 0, "mtp": shape.num_hidden_layers}
     return f"model.layers.{layers_before[part] + int(number)}." if part in layers_before else ""
@@ -151,20 +158,22 @@ def _repeat_names(row: Parameter, shape: ModelShape) -> list[str]:
 
 
 def _entry(name: str, row: Parameter, shape: ModelShape, repeat_shared: bool, form: Form) -> HFEntry:
-    whole, size, prefix = row.shape(shape), row.hf_shape(shape), _hf_prefix(name, shape)
+    full = row.shape(shape)
+    size = row.hf_shape(shape)
+    prefix = _hf_prefix(name, shape)
     if form is Form.OURS:
-        parts = [HFPart(name, whole, (0,) * len(whole))]
+        parts = [HFPart(name, full, (0,) * len(full))]
     elif row.is_expert and form is Form.STACKED:
-        parts = [HFPart(prefix + stacked_name(row), whole, (0,) * len(whole))]
+        parts = [HFPart(prefix + stacked_name(row), full, (0,) * len(full))]
     elif row.is_expert:
         parts = [
             HFPart(prefix + hf_name.replace(".E.", f".{expert}."), size, (expert, block * size[0], 0))
-            for expert in range(whole[0])
+            for expert in range(full[0])
             for block, hf_name in enumerate(row.hf_names)
         ]
     else:
-        origin = (0,) * len(whole)
+        origin = (0,) * len(full)
         repeats = _repeat_names(row, shape) if repeat_shared else []
         parts = [HFPart(prefix + row.hf_names[0], size, origin)]
         parts += [HFPart(repeat, size, origin, is_repeat=True) for repeat in repeats]
-    return HFEntry(name, whole, tuple(parts), row)
+    return HFEntry(name, full, tuple(parts), row)

@@ -1,14 +1,15 @@
-"""Export of adapters as a PEFT folder: one layout that PEFT, vLLM and SGLang read.
+"""Exports adapters as a PEFT folder: one layout that PEFT, vLLM and SGLang read.
 
-    ours (`lora_A`, `lora_B`, `magnitude`)       adapter_model.safetensors, each behind "base_model.model."
+    ours (`lora_A`, `lora_B`, `magnitude`)       adapter_model.safetensors, each after "base_model.model."
     layers.{i}.<module>.lora_A                    model.layers.{i}.<module>.lora_A.weight
     layers.{i}.mlp.experts.gate_up_lora_A[e]      model.layers.{i}.mlp.experts.{e}.{gate,up}_proj.lora_A.weight, equal
-    layers.{i}.mlp.experts.gate_up_lora_B[e]      the rows of gate, then those of up
+    layers.{i}.mlp.experts.gate_up_lora_B[e]      the rows of gate, then the rows of up
     layers.{i}.mlp.experts.down_lora_A[e]         model.layers.{i}.mlp.experts.{e}.down_proj.lora_A.weight
     <...>magnitude                                <...>.lora_magnitude_vector
 
 A file has one rank and one alpha for all modules. Modules of a lower rank are padded with zeros, which keeps their
-product and their scale; SGLang reads no other ranks. Sources: peft 0.21.2 `utils/transformers_weight_conversion.py`;
+product and their scale; SGLang does not read mixed ranks. Sources: peft 0.21.2
+`utils/transformers_weight_conversion.py`;
 vLLM 0.32.0 `lora/peft_helper.py`, `lora/lora_weights.py`; SGLang 0.5.23 `lora/`.
 """
 
@@ -29,10 +30,11 @@ from glm46.storage.huggingface.import_weights import ReportBytes
 from glm46.storage.huggingface.names import HFEntry, HFNames, HFPart
 from glm46.storage.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 SUFFIXES = {kind: f".{name}" for kind, name in PEFT_NAMES.items()}
-"""Kind of an adapter's tensor -> what PEFT's name has behind the module's."""
+"""By kind of an adapter's tensor, the end of its PEFT name after the module's name."""
 
 DORA_NOTE = "DoRA: servers refuse it, and PEFT opens it only if attention alone is adapted; use convert merge"
 
@@ -42,13 +44,13 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", *_LATENT_PROJECTIONS, "o_proj", *_
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The weight that one of our tensors adapts, and its kind, a key of `SUFFIXES`.
+    """Return the weight that one of our tensors adapts, and its kind, a key of `SUFFIXES`.
 
     ``layers.0.self_attn.q_proj.lora_A`` adapts ``layers.0.self_attn.q_proj.weight``;
     ``layers.3.mlp.experts.gate_up_lora_B`` adapts ``layers.3.mlp.experts.gate_up``.
 
     Raises:
-        ValueError: an adapter's tensor has no such name.
+        ValueError: it is not the name of an adapter's tensor.
     """
     match = re.fullmatch(r"(.+)([._])(lora_A|lora_B|magnitude)", name)
     if match is None:
@@ -57,18 +59,18 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def module_of(part: HFPart) -> str:
-    """Hugging Face name of the module whose weight this is."""
+    """Return the Hugging Face name of the module that a weight belongs to."""
     return part.hf_name.removesuffix(".weight")
 
 
 def is_adaptable(entry: HFEntry) -> bool:
-    """True if a weight may have an adapter: the projections of the main model."""
+    """Return True if a weight may have an adapter: the projections of the main model."""
     return entry.row.fp8_family is not None and not entry.name.startswith("mtp.")
 
 
 def adapter_entries(shape: ModelShape, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, HFEntry]:
-    """Our tensors and the PEFT tensors that they consist of, in the order of the model. Raises ValueError if a name is
-    not that of an adapter of this model. ``sizes``: our name -> shape of the whole tensor."""
+    """Return our tensors with the PEFT tensors that they consist of, in the order of the model. Raises ValueError if a
+    name is not an adapter of this model. ``sizes``: shape of the full tensor by our name."""
     names = HFNames(shape, repeat_shared=False).entries
     order = {name: place for place, name in enumerate(names)}
     weights = {name: split_name(name) for name in sizes}
@@ -84,7 +86,7 @@ def adapter_entries(shape: ModelShape, sizes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _part(part: HFPart, kind: str, size: tuple[int, ...]) -> HFPart:
-    """The box of a PEFT tensor in our tensor of this size, for a part of the adapted weight."""
+    """Return the box of a PEFT tensor in our tensor of this size, for a part of the adapted weight."""
     rows, columns = part.hf_shape
     *expert, first, _ = part.start
     box, start = {
@@ -97,21 +99,21 @@ def _part(part: HFPart, kind: str, size: tuple[int, ...]) -> HFPart:
 
 
 def is_of_expert(module: str) -> bool:
-    """True if a Hugging Face module belongs to a routed expert."""
+    """Return True if a Hugging Face module belongs to a routed expert."""
     return ".mlp.experts." in module
 
 
 def is_for_experts(config: Mapping[str, Any]) -> bool:
-    """True if the keys of an adapter_config.json that `export_adapter` writes name routed experts."""
+    """Return True if the keys of an adapter_config.json that `export_adapter` writes name routed experts."""
     return not set(_EXPERT_PROJECTIONS).isdisjoint(config["target_modules"])
 
 
 def _config(modules: Collection[str], num_layers: int) -> dict[str, Any]:
-    """The keys of adapter_config.json that say which modules are adapted, by their Hugging Face names.
+    """Return the keys of adapter_config.json that select the adapted modules, by their Hugging Face names.
 
-    PEFT takes the names gate_proj, up_proj and down_proj for those of the routed experts, so dense layers and shared
-    experts are listed as parameters. Without adapted experts these names are left out, or PEFT would add new adapters
-    to all experts.
+    PEFT takes gate_proj, up_proj and down_proj for names of the routed experts, so dense layers and shared
+    experts are listed as parameters. Without adapted experts these names are omitted, or PEFT would add new adapters to
+    all experts.
     """
     with_experts = any(is_of_expert(module) for module in modules)
     adapted = {module.rsplit(".", 1)[1] for module in modules}
@@ -123,15 +125,15 @@ def _config(modules: Collection[str], num_layers: int) -> dict[str, Any]:
 
 
 def _config_of_linears(modules: Collection[str]) -> dict[str, Any]:
-    """The same for a model of nn.Linear alone, as `transformers` 4 has it: a regular expression of all names."""
+    """Return the keys for a model that has only nn.Linear, like `transformers` 4: a regular expression of all names."""
     layers: dict[str, set[int]] = {}
     for module in modules:
         _, _, layer, rest = module.split(".", 3)
         layers.setdefault(re.sub(r"\.\d+\.", r".\\d+.", rest).replace(".", r"\."), set()).add(int(layer))
-    places: dict[str, list[str]] = {}
-    for rest, of in layers.items():
-        places.setdefault("|".join(map(str, sorted(of))), []).append(rest)
-    patterns = (rf"({of})\.({'|'.join(rests)})" for of, rests in places.items())
+    rests_by_layers: dict[str, list[str]] = {}
+    for rest, layer_numbers in layers.items():
+        rests_by_layers.setdefault("|".join(map(str, sorted(layer_numbers))), []).append(rest)
+    patterns = (rf"({layer_numbers})\.({'|'.join(rests)})" for layer_numbers, rests in rests_by_layers.items())
     return {"target_modules": rf"model\.layers\.({'|'.join(patterns)})"}
 
 
@@ -157,15 +159,15 @@ def export_adapter(
 
     Args:
         folder: must not exist; on a disk that all ranks share.
-        shape: of the base model.
-        tensors: our name -> source of its values, see `split_name`; Tensor, DTensor or `StoredTensor`, any type,
+        shape: shape of the base model.
+        tensors: source of the values by our name, see `split_name`; Tensor, DTensor or `StoredTensor`, any type,
             written in FP32. Ranks may hold different names; together they hold A and B of every adapted weight.
         scale: factor of the product B A.
         base: folder or name of the base model, for the config; a folder of huggingface_hub's cache is written as the
             name and commit of its repository.
-        origin: what is known of the base beside its name.
-        for_transformers_4: name the modules for PEFT on `transformers` 4, where experts are modules and the default
-            names are refused, in place of the other readers.
+        origin: known facts about the base besides its name.
+        for_transformers_4: name the modules for PEFT on `transformers` 4 (where experts are modules and the default
+            names are refused) instead of for the other readers.
 
     Returns:
         Bytes of tensors that this rank wrote.
@@ -191,10 +193,17 @@ def export_adapter(
     modules = [name.removeprefix(PREFIX).removesuffix(suffix) for name, _, _ in stored if name.endswith(suffix)]
     base, revision = repository_of(base)
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0,
-        "base_model_name_or_path": base, "revision": revision, "r": rank, "lora_alpha": scale * rank,
-        "use_rslora": False, "use_dora": any(name.endswith("magnitude") for name in entries),
-    } | (_config_of_linears(modules) if for_transformers_4 else _config(modules, shape.num_hidden_layers))  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "use_rslora": False,
+        "use_dora": any(name.endswith("magnitude") for name in entries),
+    } | (_config_of_linears(modules) if for_transformers_4 else _config(modules, shape.num_hidden_layers))
     file = OutputFile(WEIGHTS, *lay_out(stored))
     contents = {CONFIG: json_bytes(config)} | origin.contents()
     with drafted_folder(folder, file.nbytes, ranks) as draft:

@@ -1,4 +1,4 @@
-"""Adapters on any mesh, filled from a PEFT folder: training goes on from it."""
+"""Fills adapters on any mesh from a PEFT folder, so that training continues from it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +23,8 @@ def import_adapter(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor
     The folder's scale may differ; B then changes so that the product stays the same.
 
     Args:
-        tensors: our name -> Tensor or DTensor of any type and device; ranks may hold different names. All adapters of
-            the model together must be those of the folder.
+        tensors: Tensor or DTensor of any type and device by our name; ranks may hold different names. All adapters of
+            the model together must equal the folder's.
         scale: factor of the product B A.
 
     Raises:
@@ -35,7 +35,7 @@ def import_adapter(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor
     ranks = Ranks.of_this_run()
     with ranks.stage("listing adapters") as stage:
         stage.value = list(tensors)
-    ours = {name for of_rank in stage.values for name in of_rank}
+    ours = {name for names in stage.values for name in names}
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
             _, error = catch_user_error(lambda: check_adapter(folder, shape, ours))
@@ -47,27 +47,30 @@ def import_adapter(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor
             _, error = catch_user_error(lambda: _fill(adapter, name, tensor, scale))  # noqa: B023 - called at once
             faults += error.faults if error else ()
         stage.value = faults
-    found = {fault for faults in stage.values for fault in faults}
-    raise_if(sorted(found)[:MOST_SHOWN])
+    all_faults = {fault for faults in stage.values for fault in faults}
+    raise_if(sorted(all_faults)[:MOST_SHOWN])
 
 
 def _fill(adapter: AdapterFolder, name: str, tensor: Tensor, scale: float) -> None:
     """Fill this rank's part of one of our tensors. Raises UserError if the ranks differ, or a value is not finite."""
     weight, kind = split_name(name)
-    held, local, is_stacked = global_indices(tensor), local_tensor(tensor), adapter.is_stacked(weight)
+    indices = global_indices(tensor)
+    local = local_tensor(tensor)
+    is_stacked = adapter.is_stacked(weight)
     rank = tensor.shape[-2 if kind == "lora_A" else -1]
-    for place, expert in enumerate(held[0].tolist() if is_stacked else [0]):
+    for place, expert in enumerate(indices[0].tolist() if is_stacked else [0]):
         product = adapter.product(weight, expert, scale=scale)
-        values, found = getattr(product, kind), product.lora_A.shape[0]
+        values = getattr(product, kind)
+        saved = product.lora_A.shape[0]
         if kind != "magnitude":
-            if found < rank or product.lora_B[:, rank:].any():  # the file pads lower ranks with zeros
-                of, key = (f" of experts.{weight.split('.')[-1]}", "expert_rank") if is_stacked else ("", "rank")
-                # Names no layer: all layers have the same fault, which is shown once.
+            if saved < rank or product.lora_B[:, rank:].any():  # the file pads lower ranks with zeros
+                part, key = (f" of experts.{weight.split('.')[-1]}", "expert_rank") if is_stacked else ("", "rank")
+                # The message names no layer: all layers have the same fault, which is shown once.
                 raise UserError(
-                    f"{adapter.folder}: adapters{of} have rank {found}, but adapter.{key} = {rank}; set it to {found}"
+                    f"{adapter.folder}: adapters{part} have rank {saved}, but adapter.{key} = {rank}; set it to {saved}"
                 )
             values = values[:rank] if kind == "lora_A" else values[:, :rank]
-        for dim, index in enumerate(held[1:] if is_stacked else held):
+        for dim, index in enumerate(indices[1:] if is_stacked else indices):
             values = values.index_select(dim, index)
         (local[place] if is_stacked else local).copy_(values)
 
@@ -76,13 +79,15 @@ def check_adapter(folder: Path, shape: ModelShape, ours: set[str]) -> None:
     """Check a folder without reading its values. Raises UserError if the folder is damaged, or does not adapt exactly
     these weights in the same way. ``ours``: names of all our adapters."""
     with AdapterFolder(folder, shape) as adapter:
-        wanted, found = {split_name(name)[0] for name in ours}, set(adapter.weights)
-        faults, remedy = [], "change adapter.targets, layers or expert_rank"
-        for what, weights in (("lacks", wanted - found), ("has more", found - wanted)):
+        expected = {split_name(name)[0] for name in ours}
+        present = set(adapter.weights)
+        faults = []
+        remedy = "change adapter.targets, layers or expert_rank"
+        for state, weights in (("lacks", expected - present), ("has more", present - expected)):
             if weights:
-                faults.append(f"{what} adapters, of {len(weights)} weights: {listed(sorted(weights))}; {remedy}")
+                faults.append(f"{state} adapters, of {len(weights)} weights: {listed(sorted(weights))}; {remedy}")
         is_dora = any(split_name(name)[1] == "magnitude" for name in ours)
         if is_dora != adapter.is_dora:
-            own, other = ('"dora"', '"lora"') if is_dora else ('"lora"', '"dora"')
-            faults.append(f"adapter.name = {own}, but the folder is {other} by its use_dora; set it to {other}")
+            configured, other = ('"dora"', '"lora"') if is_dora else ('"lora"', '"dora"')
+            faults.append(f"adapter.name = {configured}, but the folder is {other} by its use_dora; set it to {other}")
         raise_if([f"{folder}: {fault}" for fault in faults])

@@ -10,25 +10,25 @@ from glm46.storage.chats.chat_template import TEMPLATE_FILE, chat_template, miss
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_file
 from glm46.storage.data.tokenizer_hf import byte_characters, parts_below
 from glm46.storage.huggingface.config_json import stated_ids
+from glm46.storage.huggingface.exported_tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, exported_tokenizer
 
 _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 """GLM has no end-of-turn token: the token of the next role ends a turn."""
 
-TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 _COPIED = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLATE_FILE, GENERATION_CONFIG)
-"""Files of a tokenizer folder that are copied; generation_config.json with all stop ids."""
+"""Files of a tokenizer folder that are copied; generation_config.json gets all stop ids."""
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids that end a text or a turn; the first one is also used for padding."""
+    """Return the ids that end a text or a turn; the first one is also used for padding."""
     return [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
 
 
 def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """File name -> content: the ``tokenizer.json`` that was loaded, or one made from a rank file, and the files that
-    belong to it.
+    """Return file contents by name: the loaded ``tokenizer.json``, or one made from a rank file, and the files that
+    belong to it; without settings by which readers would truncate, pad or mark texts, see `exported_tokenizer`.
 
     Args:
         max_length: longest sequence of the model, in tokens.
@@ -40,43 +40,48 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
     file = tokenizer_file(tokenizer.path)
     if file.suffix != ".json":
         return files | tokenizer_files(tokenizer, max_length=max_length)
-    # The other files of a folder belong to its tokenizer.json, not to a file of another name.
+    # The other files of a folder belong to its tokenizer.json, not to a file with another name.
     folder = [file.with_name(name) for name in _COPIED if file.name == TOKENIZER_JSON]
-    own = {path.name: path.read_bytes() for path in folder if path.is_file()}
-    if TOKENIZER_CONFIG not in own:
+    copied = {path.name: path.read_bytes() for path in folder if path.is_file()}
+    if TOKENIZER_CONFIG not in copied:
         files |= _description(tokenizer, max_length)
-    if GENERATION_CONFIG in own:
-        own[GENERATION_CONFIG] = _generation_config(file.with_name(GENERATION_CONFIG), tokenizer)
-    return files | own | {TOKENIZER_JSON: file.read_bytes()}
+    if GENERATION_CONFIG in copied:
+        copied[GENERATION_CONFIG] = _generation_config(file.with_name(GENERATION_CONFIG), tokenizer)
+    files |= copied | {TOKENIZER_JSON: file.read_bytes()}
+    return exported_tokenizer(files, max_length=max_length, prefix_space=tokenizer.prefix_space)
 
 
 def _generation_config(file: Path | None, tokenizer: Tokenizer) -> bytes:
-    """The file of the tokenizer's folder, if there is one, with all ids that end a text or a turn: a server stops at no
-    others. Raises UserError if it is damaged."""
+    """Return the generation config of the tokenizer's folder, or a new one, with all ids that end a text or a turn: a
+    server stops only at these. Raises UserError if it is damaged."""
     ids = stop_ids(tokenizer)
     config = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
     config |= format_of_flavor(tokenizer.flavor).sampling
     if file is not None:
         config = read_json_object(file, "copy it anew, or remove it")
-        stated = stated_ids(config, file)
-        if set(ids) <= set(stated):
+        old_ids = stated_ids(config, file)
+        if set(ids) <= set(old_ids):
             return file.read_bytes()
-        config["eos_token_id"] = list(dict.fromkeys([*stated, *ids]))
+        config["eos_token_id"] = list(dict.fromkeys([*old_ids, *ids]))
     return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """As `files_beside_weights`, for a tokenizer that was not loaded from a ``tokenizer.json``. Raises UserError if a
-    token is not the merge of two others, so no list of merges can produce it."""
+    """Make the files of `files_beside_weights` for a tokenizer that was not loaded from a ``tokenizer.json``. Raises
+    UserError if a token is not the merge of two others, so no list of merges can produce it."""
     return _description(tokenizer, max_length) | {TOKENIZER_JSON: _json(_tokenizer_json(tokenizer))}
 
 
 def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
-    """The files that transformers reads with a ``tokenizer.json``."""
+    """Return the files that transformers reads with a ``tokenizer.json``."""
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "model_max_length": max_length, "padding_side": "left",
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": max_length,
+        "padding_side": "left",
+    }
     files = {TOKENIZER_CONFIG: _json(config)}
     if not missing_markers(tokenizer):
         files[TEMPLATE_FILE] = chat_template(format_of_flavor(tokenizer.flavor)).encode()
@@ -98,24 +103,41 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict:
                 f"tokenizer '{tokenizer.path}': token {rank} ({piece!r}) is not the merge of two tokens, so "
                 f"{TOKENIZER_JSON} cannot hold it; use a tokenizer that has a {TOKENIZER_JSON}"
             )
-        if len(parts) == 2:  # else a single byte
+        if len(parts) == 2:  # otherwise a single byte
             merges.append([written[part] for part in parts])
     added = [
         {
-            "id": token_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": token_id in tokenizer.control_ids,
+            "id": token_id,
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": token_id in tokenizer.control_ids,
         }
         for name, token_id in sorted(tokenizer.special.items(), key=lambda item: item[1])
-    ]  # fmt: skip
+    ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None, "decoder": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": {written[piece]: rank for piece, rank in tokenizer.ranks.items()}, "merges": merges,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {written[piece]: rank for piece, rank in tokenizer.ranks.items()},
+            "merges": merges,
         },
-    }  # fmt: skip
+    }

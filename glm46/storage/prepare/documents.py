@@ -14,8 +14,8 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import Recipe, TextRecipe
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.storage.prepare.compilers import COMPILERS, compile_fault, run_fault
-from glm46.storage.prepare.maths import maths_fault, steps_fault
+from glm46.storage.judge.compilers import COMPILERS, compile_fault, run_fault
+from glm46.storage.judge.maths import maths_fault, steps_fault
 
 # Line ends of Windows and old Mac files. Other separators (form feed, U+2028) carry meaning in some texts and stay.
 _LINE_END = re.compile(r"\r\n?")
@@ -31,13 +31,15 @@ _STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
 _MIN_STOP_WORDS = 2
 _MAX_REPEATED_LINES = 0.3
 
-# In shorter texts a repeated line is no evidence.
+# In shorter texts a repeated line is not evidence.
 _MIN_LINES_FOR_REPEATS = 4
 
 # Share of the rearranged documents with the suffix first, as in the joint training of arXiv 2207.14255.
 _SUFFIX_FIRST = 0.5
 
-PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
+PREFIX = "<|code_prefix|>"
+MIDDLE = "<|code_middle|>"
+SUFFIX = "<|code_suffix|>"
 
 
 def normalize(text: str, form: str) -> str:
@@ -111,7 +113,7 @@ def document_fault(text: str, answer: str | None, recipe: Recipe) -> str | None:
     """Return the reason why a recipe filters a document; None if it is kept.
 
     Args:
-        answer: the known result, where the recipe verifies maths or steps.
+        answer: reference answer, where the recipe verifies maths or steps.
     """
     if recipe.filter == "prose" and (fault := prose_fault(text)):
         return fault
@@ -124,7 +126,7 @@ def require_fim_tokens(recipe: TextRecipe, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer has the special tokens of fill-in-the-middle if the recipe uses it.
 
     Raises:
-        UserError: with the missing names.
+        UserError: names the missing tokens.
     """
     missing = [name for name in (PREFIX, MIDDLE, SUFFIX) if name not in tokenizer.special]
     if recipe.fim_rate and missing:
@@ -137,8 +139,8 @@ def require_fim_tokens(recipe: TextRecipe, tokenizer: Tokenizer) -> None:
 def encode_document(text: str, digest: bytes, recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
     """Encode a document, rearranged for fill-in-the-middle with probability ``fim_rate``; uint32 [tokens].
 
-    The document is cut at two places and its middle moved to the end (arXiv 2207.14255). The random choices are made
-    from ``digest``, the document's own hash. GLM trains with its three code tokens; its rate and order are not
+    The document is cut at two places and its middle moved to the end (arXiv 2207.14255). The random choices are seeded
+    with ``digest``, the hash of the document. GLM trains with its three code tokens; its rate and order are not
     published. CodeGeeX4's guide puts the suffix first.
     """
     generator = random.Random(digest)
@@ -146,7 +148,8 @@ def encode_document(text: str, digest: bytes, recipe: TextRecipe, tokenizer: Tok
         return tokenizer.encode(text)
     suffix_first = generator.random() < _SUFFIX_FIRST
     first, second = sorted((generator.randint(0, len(text)), generator.randint(0, len(text))))
-    prefix, suffix = (PREFIX, text[:first]), (SUFFIX, text[second:])
+    prefix = (PREFIX, text[:first])
+    suffix = (SUFFIX, text[second:])
     ordered = [*((suffix, prefix) if suffix_first else (prefix, suffix)), (MIDDLE, text[first:second])]
     return np.concatenate(
         [

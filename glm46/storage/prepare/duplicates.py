@@ -4,8 +4,8 @@ Similar documents: MinHash over n-grams, in bands (arXiv math/9903042; Broder 19
 have Jaccard similarity s agree in some band with probability 1 - (1 - s^rows)^bands, which is 0.5 at s = 0.72.
 
 Duplicates are found in memory that does not grow with the number of documents. The keys of all documents are read
-several times, each time for another part of the possible keys, as many as fit into memory. Groups of similar documents
-are joined in a table of the first known document of each group, a mapped file.
+several times, each time for another part of the key space that fits into memory. Groups of similar documents are joined
+in a table of the first known document of each group, a mapped file.
 """
 
 import tempfile
@@ -19,10 +19,9 @@ from glm46.storage.data.mixing import GOLDEN_GAMMA, MIX_1
 from glm46.storage.data.shards import SHARD_REMEDY
 
 # Fourteen bands of eight rows, as in datatrove and FineWeb.
-BANDS, ROWS = 14, 8
+BANDS = 14
+ROWS = 8
 NGRAM_TOKENS = 8
-# Two texts share an n-gram of this length only by copying. Source: GPT-3, arXiv 2005.14165, appendix C.
-CONTAMINATION_TOKENS = 13
 
 # Any fixed odd factors work. Changing them changes which documents count as similar: raise `pipeline.PIPELINE` then.
 _RNG = np.random.Generator(np.random.PCG64(20260101))
@@ -50,12 +49,12 @@ def ngram_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
 def band_hashes(tokens: np.ndarray) -> np.ndarray:
     """Return the MinHash bands of one document, uint64 [BANDS]. ``tokens`` uint32 [n], n > 0, without the end token."""
     ngrams = (ngram_hashes(tokens, NGRAM_TOKENS) >> np.uint64(32)).astype(np.uint32)
-    least = np.full(BANDS * ROWS, np.iinfo(np.uint32).max, np.uint32)
+    minima = np.full(BANDS * ROWS, np.iinfo(np.uint32).max, np.uint32)
     for start in range(0, len(ngrams), _BLOCK):
         block = ngrams[None, start : start + _BLOCK] * _FACTORS[:, None]
         block += _OFFSETS[:, None]
-        np.minimum(least, block.min(axis=1), out=least)
-    rows = least.reshape(BANDS, ROWS)
+        np.minimum(minima, block.min(axis=1), out=minima)
+    rows = minima.reshape(BANDS, ROWS)
     bands = np.zeros(BANDS, np.uint64)
     for row in range(ROWS):
         bands = bands * GOLDEN_GAMMA + rows[:, row]
@@ -67,38 +66,24 @@ def is_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
     return hashes % np.uint64(_BUCKETS) < round(share * _BUCKETS)
 
 
-def evaluation_ngrams(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the hashes of all n-grams of evaluation text, sorted uint64 [n]. Shorter texts would match by chance."""
-    ngrams = [ngram_hashes(d, CONTAMINATION_TOKENS) for d in documents if len(d) >= CONTAMINATION_TOKENS]
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *ngrams]))
-
-
-def is_contaminated(tokens: np.ndarray, evaluation: np.ndarray) -> bool:
-    """Return whether a document shares an n-gram with evaluation text. ``evaluation`` is from `evaluation_ngrams`."""
-    if not len(evaluation) or len(tokens) < CONTAMINATION_TOKENS:
-        return False
-    hashes = ngram_hashes(tokens, CONTAMINATION_TOKENS)
-    found = np.searchsorted(evaluation, hashes)
-    return bool((evaluation[np.minimum(found, len(evaluation) - 1)] == hashes).any())
-
-
-# Bytes that `links` and the reader of its results need per key that is held: measured, then rounded up.
+# Bytes that `links` and the consumer of its results need per key in memory: measured, then rounded up.
 _KEY_BYTES = 200
 
 Keys = Callable[[], Iterable[np.ndarray]]
-"""Returns one or more keys of all documents in order, in arrays uint64 [keys, n]; called once for each reading."""
+"""Function that returns one or more keys of all documents in order, in arrays uint64 [keys, n]; called once for each
+pass."""
 
 
 class Duplicates:
-    """The duplicates among the documents of all pieces, given piece by piece in their order."""
+    """Duplicates among the documents of all pieces, returned piece by piece in their order."""
 
     def __init__(self, pieces: Sequence[Path], memory_bytes: int, folder: Path):
         """Find the duplicates.
 
         Args:
             pieces: files of `make_part`; similar documents are searched only if they hold ``bands``.
-            memory_bytes: memory that this object may hold at any time, besides mapped files.
-            folder: for mapped files without a name, 8 bytes per document.
+            memory_bytes: memory that this object may hold at any time, without mapped files.
+            folder: folder for unnamed mapped files, 8 bytes per document.
 
         Raises:
             OSError: the disk is full.
@@ -107,8 +92,10 @@ class Duplicates:
         def tensors(name: str) -> Iterator[np.ndarray]:
             return (map_arrays(piece, SHARD_REMEDY)[0][name] for piece in pieces)
 
-        capacity, documents = memory_bytes // _KEY_BYTES, sum(map(len, tensors("hashes")))
-        self._equal, self._similar = numbers_on_disk(documents, folder), numbers_on_disk(documents, folder)
+        capacity = memory_bytes // _KEY_BYTES
+        documents = sum(map(len, tensors("hashes")))
+        self._equal = numbers_on_disk(documents, folder)
+        self._similar = numbers_on_disk(documents, folder)
         for later, firsts in links(lambda: (hashes.T for hashes in tensors("hashes")), documents, capacity):
             self._equal[later] = firsts
         if pieces and "bands" in map_arrays(pieces[0], SHARD_REMEDY)[0]:
@@ -121,14 +108,14 @@ class Duplicates:
     def take(self, documents: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which of the next ``documents`` equal an earlier one, and which are similar to one, directly or
         through others; bool each."""
-        here = slice(self._next, self._next + documents)
+        window = slice(self._next, self._next + documents)
         self._next += documents
-        numbers = np.arange(here.start, here.stop)
-        return self._equal[here] != numbers, self._similar[here] != numbers
+        numbers = np.arange(window.start, window.stop)
+        return self._equal[window] != numbers, self._similar[window] != numbers
 
 
 def numbers_on_disk(count: int, folder: Path | None) -> np.ndarray:
-    """The numbers from 0 on in a mapped file, uint32 [count]. The system deletes the file with the process.
+    """Return the numbers 0, 1, ... in a mapped file, uint32 [count]. The system deletes the file with the process.
 
     The file is written before it is mapped: a write to a mapped page for which the disk has no room kills the process.
     """
@@ -145,27 +132,28 @@ def links(keys: Keys, documents: int, capacity: int) -> Iterator[tuple[np.ndarra
     """Yield documents that have the keys of an earlier one, and the first with those keys; uint64 [n] each, unordered.
 
     Args:
-        capacity: keys to hold at once. Many documents with equal keys need no more than one.
+        capacity: number of keys to hold at once. Documents with equal keys count once.
     """
     capacity = max(capacity, 1)
-    # A quarter of the room is for keys that turn out to be known.
+    # A quarter of the capacity is for keys that turn out to be duplicates.
     readings = max(1, -(-4 * documents // (3 * capacity)))
     for reading in range(readings):
-        held, start = [], 0
+        held = []
+        start = 0
         for block in keys():
             numbers = np.arange(start, start + block.shape[1], dtype=np.uint64)
             chosen = block[0] % np.uint64(readings) == reading
             held.append(np.concatenate((block[:, chosen], numbers[None, chosen])))
             start += len(numbers)
             if sum(records.shape[1] for records in held) > capacity:
-                known, later, firsts = _known(held)
-                held = [known]
+                distinct, later, firsts = _sort_by_key(held)
+                held = [distinct]
                 yield later, firsts
         if held:
-            yield _known(held)[1:]
+            yield _sort_by_key(held)[1:]
 
 
-def _known(held: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sort_by_key(held: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first record with each key, the documents of all other records, and the first document with their
     key. The last row of the records holds the documents."""
     records = np.concatenate(held, axis=1)
@@ -176,19 +164,23 @@ def _known(held: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return records[:, is_first], records[-1, ~is_first], firsts[~is_first]
 
 
-def join(firsts: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
+def join(firsts: np.ndarray, documents: np.ndarray, partners: np.ndarray) -> None:
     """Join the groups of documents pair by pair.
 
     Args:
-        firsts: for each document an earlier one of its group, or itself if it is the first; changed in place.
-        one, other: integers [n], the pairs.
+        firsts: for each document an earlier document of its group, or itself if it is the first; changed in place.
+        documents, partners: integers [n], the pairs.
     """
-    while len(one):
-        one, other = _first_of_group(firsts, one), _first_of_group(firsts, other)
-        apart = one != other
-        one, other = np.maximum(one, other)[apart], np.minimum(one, other)[apart]
+    while len(documents):
+        documents = _first_of_group(firsts, documents)
+        partners = _first_of_group(firsts, partners)
+        apart = documents != partners
+        later = np.maximum(documents, partners)[apart]
+        earlier = np.minimum(documents, partners)[apart]
+        documents = later
+        partners = earlier
         # Of several groups to join, the earliest wins; the next round joins the others.
-        np.minimum.at(firsts, one, other)
+        np.minimum.at(firsts, documents, partners)
 
 
 def _first_of_group(firsts: np.ndarray, documents: np.ndarray) -> np.ndarray:

@@ -12,7 +12,6 @@ from typing import cast
 
 import numpy as np
 
-from glm46.config.errors import UserError
 from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.storage.chats.chat import ChatOptions, render, render_pair
@@ -20,17 +19,17 @@ from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
 from glm46.storage.chats.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.storage.prepare.contamination import EvaluationText, read_evaluation
 from glm46.storage.prepare.documents import document_fault, encode_document, normalize
-from glm46.storage.prepare.duplicates import BANDS, band_hashes, evaluation_ngrams, is_contaminated, is_held_out
-from glm46.storage.prepare.input_files import find_files
-from glm46.storage.prepare.readers import InputPart, parts_of, read_part, with_line
+from glm46.storage.prepare.duplicates import BANDS, band_hashes, is_held_out
+from glm46.storage.prepare.readers import InputPart, read_part
 from glm46.storage.prepare.rows import EMPTY, BadDocument, Document, Fields
 from glm46.storage.prepare.tally import Tally
 
 # Text per piece: bounds the memory of a process and the work that a killed run loses.
 PIECE_BYTES = 8_000_000
 
-# Memory of a document besides its text, so that a million one-word documents are cut into pieces too.
+# Memory of a document in addition to its text, so that a million one-word documents are cut into pieces too.
 DOCUMENT_BYTES = 500
 
 
@@ -41,55 +40,29 @@ class _WorkerState:
     recipe: TextRecipe
     tokenizer: Tokenizer
     key: str
-    evaluation: np.ndarray
+    evaluation: EvaluationText
     token_bytes: np.ndarray
 
 
 _worker: _WorkerState
-"""Of this process, once `start_worker` has run in it."""
+"""State of this process, once `start_worker` has run in it."""
 
 
 def start_worker(recipe: TextRecipe, key: str, flavor: str) -> None:
     """Load the tokenizer and the evaluation text, once per process."""
-    _begin(recipe, key, load_tokenizer(recipe.tokenizer, flavor))
-
-
-def _begin(recipe: TextRecipe, key: str, tokenizer: Tokenizer) -> None:
     global _worker
-    _worker = _WorkerState(recipe, tokenizer, key, _evaluation(recipe, tokenizer), tokenizer.token_bytes())
-
-
-def first_documents(
-    recipe: TextRecipe, tokenizer: Tokenizer, count: int, tally: Tally
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The first documents of chats that a recipe would make, in the order of its files, without duplicates removed.
-
-    Args:
-        tally: counts what is left out before them.
-
-    Returns:
-        The place of the conversation of each, and its tokens, uint32 [n] with the bit `NOT_A_TARGET`.
-    """
-    _begin(recipe.model_copy(update={"decontaminate": ()}), "", tokenizer)
-    fields, left = Fields.of(recipe), count
-    parts = parts_of(find_files(recipe.input, "input"), fields) if count else []
-    for one in (one for part in parts for one in read_part(part, fields)):
-        if (document := _readable(one, tally)) is not None:
-            for tokens in _made(document, tally)[:left]:
-                left -= 1
-                yield with_line(document.place), tokens
-        if not left:
-            return
+    tokenizer = load_tokenizer(recipe.tokenizer, flavor)
+    _worker = _WorkerState(recipe, tokenizer, key, read_evaluation(recipe), tokenizer.token_bytes())
 
 
 def make_part(part: InputPart, stem: Path) -> tuple[int, Tally]:
     """Write the pieces of a part that do not exist yet.
 
-    A piece ``<stem>-000.safetensors`` holds ``doc_ends`` I64 [d] of its documents and their ``tokens`` U32: ids, of
-    text each with its end token, of chats with the bit `NOT_A_TARGET`. For each of n texts or conversations it holds
-    ``text_bytes`` I64 [n], ``hashes`` U64 [n, 2], and with ``deduplicate = "near"`` also ``bands`` U64 [BANDS, n]; of
-    conversations also the number of ``documents`` I64 [n]. Its metadata holds the key of the work, the tally, and
-    whether it is the last piece of its part.
+    A piece ``<stem>-000.safetensors`` holds ``doc_ends`` I64 [d] of its documents and their ``tokens`` U32: ids, in
+    text with an end token after each document, in chats with the bit `NOT_A_TARGET`. For each of n texts or
+    conversations it holds ``text_bytes`` I64 [n], ``hashes`` U64 [n, 2], and with ``deduplicate = "near"`` also
+    ``bands`` U64 [BANDS, n]; for conversations also the number of ``documents`` I64 [n]. Its metadata holds the key of
+    the work, the tally, and whether it is the last piece of its part.
 
     Returns:
         Input bytes of the part, and its tally.
@@ -113,13 +86,13 @@ def piece_file(stem: Path, number: int) -> Path:
 
 def finished_pieces(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
     """Return the existing pieces of a part up to the first missing one, each with its metadata."""
-    found: list[tuple[Path, dict[str, str]]] = []
-    while not (found and found[-1][1]["last"] == "1"):
-        file = piece_file(stem, len(found))
+    pieces: list[tuple[Path, dict[str, str]]] = []
+    while not (pieces and pieces[-1][1]["last"] == "1"):
+        file = piece_file(stem, len(pieces))
         if not file.exists() or (metadata := map_arrays(file, SHARD_REMEDY)[1]).get("key") != key:
             break
-        found.append((file, metadata))
-    return found
+        pieces.append((file, metadata))
+    return pieces
 
 
 def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document], Tally, bool]]:
@@ -127,11 +100,15 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
 
     An empty part gives one empty group.
     """
-    documents, size, tally = list[Document](), 0, Tally()
-    for document in read_part(part, Fields.of(recipe)):
+    documents = list[Document]()
+    size = 0
+    tally = Tally()
+    for document in read_part(part, Fields.from_recipe(recipe)):
         if size >= PIECE_BYTES:
             yield documents, tally, False
-            documents, size, tally = [], 0, Tally()
+            documents = []
+            size = 0
+            tally = Tally()
         if (readable := _readable(document, tally)) is not None:
             documents.append(readable)
             size += len(readable.text) + DOCUMENT_BYTES
@@ -139,11 +116,11 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
 
 
 def _readable(document: Document | BadDocument, tally: Tally) -> Document | None:
-    """A document; None of one that cannot be read, which is counted."""
+    """Return a document; None, and count it, if it cannot be read."""
     if isinstance(document, Document):
         return document
     reason, place = document.args
-    # Empty files, ties and cut answers are common; unreadable documents may be a mistake in the recipe.
+    # Empty files, ties and truncated answers are common; unreadable documents may be a mistake in the recipe.
     is_usual = reason in (EMPTY, EQUAL_HALVES, *FORMAT_AS_TEXT)
     tally.count(tally.filtered if is_usual else tally.bad, reason, [place])
     return None
@@ -151,7 +128,12 @@ def _readable(document: Document | BadDocument, tally: Tally) -> Document | None
 
 def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: bool) -> None:
     recipe = _worker.recipe
-    tokens, lengths, text_bytes, hashes, bands, counts = [], [], [], [], [], []
+    tokens = []
+    lengths = []
+    text_bytes = []
+    hashes = []
+    bands = []
+    counts = []
     # The last token of a chat is the marker that the model stops at.
     end = np.array([] if recipe.is_chat else [_worker.tokenizer.eos_id], np.uint32)
     for document in documents:
@@ -161,19 +143,21 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         if recipe.format in PREFERENCES:
             # The first half decides the split.
             digest = hashlib.blake2b(document.prompt.encode(), digest_size=8).digest() + digest[:8]
-        made = _made(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
-        ids = [one & ~np.uint32(NOT_A_TARGET) for one in made]
-        if any(is_contaminated(one, _worker.evaluation) for one in ids):
+        produced = _made(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
+        ids = [sequence & ~np.uint32(NOT_A_TARGET) for sequence in produced]
+        if produced and _holds_evaluation_text(text, ids):
             tally.count(tally.filtered, "holds evaluation text", [document.place])
             continue
-        if not made:
+        if not produced:
             continue
-        for one in made:
-            tokens += [one, end]
-            lengths.append(len(one) + len(end))
-        text_bytes.append(sum(int(_worker.token_bytes[one].sum()) for one in ids) if recipe.is_chat else len(encoded))
+        for sequence in produced:
+            tokens += [sequence, end]
+            lengths.append(len(sequence) + len(end))
+        text_bytes.append(
+            sum(int(_worker.token_bytes[sequence].sum()) for sequence in ids) if recipe.is_chat else len(encoded)
+        )
         hashes.append(digest)
-        counts.append(len(made))
+        counts.append(len(produced))
         if recipe.duplicates == "near":
             bands.append(band_hashes(np.concatenate(ids)))
     tensors = {
@@ -191,13 +175,27 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
     write_arrays(file, tensors, facts)
 
 
+def _holds_evaluation_text(text: str, ids: list[np.ndarray]) -> bool:
+    """Return whether a document holds evaluation text.
+
+    Args:
+        text: text of a document of text.
+        ids: tokens of each document of a conversation.
+    """
+    worker = _worker
+    if not worker.evaluation.runs:
+        return False
+    texts = [worker.tokenizer.decode(tokens) for tokens in ids] if worker.recipe.is_chat else [text]
+    return any(worker.evaluation.is_in(part) for part in texts)
+
+
 def _made(document: Document, tally: Tally) -> list[np.ndarray]:
-    """The documents of a conversation, or that of a pair or a labelled answer."""
+    """Return the documents of a conversation, or the document of a pair or a labelled answer."""
     return (_preference if _worker.recipe.format in PREFERENCES else _chat)(document, tally)
 
 
 def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np.ndarray]:
-    """The ids of a text, uint32 [n], without the end token; empty if the text is filtered."""
+    """Return the ids of a text, uint32 [n], without the end token; an empty list if the text is filtered."""
     recipe = _worker.recipe
     if fault := document_fault(text, document.answer, recipe):
         tally.count(tally.filtered, fault, [document.place])
@@ -208,86 +206,50 @@ def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np
 
 
 def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
-    """The tokens of each document of a conversation, uint32 [n] with the bit `NOT_A_TARGET`; empty if none is left."""
-    recipe, place = _worker.recipe, [document.place]
-    most = cast(int, recipe.max_tokens)  # required of chats
+    """Return the tokens of each document of a conversation, uint32 [n] with the bit `NOT_A_TARGET`; an empty list if
+    all are skipped."""
+    recipe = _worker.recipe
+    place = [document.place]
+    max_tokens = cast(int, recipe.max_tokens)  # required for chats
     rendered = render(document.conversations[0], _worker.tokenizer, ChatOptions(recipe.history, recipe.no_reasoning))
-    for what, number in rendered.counts.items():
-        if what != "no target":
-            tally.count(tally.noted, what, place, number)
+    for event, number in rendered.counts.items():
+        if event != "no target":
+            tally.count(tally.noted, event, place, number)
     kept = []
+    num_too_long = 0
     for ids, is_target in rendered.documents:
-        tokens = np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET))
-        if len(ids) > most:
-            _raise_if_too_long(document, len(ids))
-            tokens = tokens[: most if recipe.too_long == "cut" else 0]
-            is_cut = bool(is_target[: len(tokens)].any())
-            what = "documents cut to max_tokens" if is_cut else "documents above max_tokens left out"
-            tally.count(tally.noted, what, place)
-            if not is_cut:
-                continue
-        kept.append(tokens)
+        if len(ids) > max_tokens:
+            num_too_long += 1
+            continue
+        kept.append(np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET)))
+    if kept and num_too_long:  # a conversation without any document is counted as skipped
+        tally.count(tally.noted, "documents above max_tokens left out", place, num_too_long)
     if not kept:
         tally.count(tally.filtered, "above max_tokens" if rendered.documents else "no target", place)
     return kept
 
 
 def _preference(document: Document, tally: Tally) -> list[np.ndarray]:
-    """Both halves of a pair as one document, as `_chat`. A labelled answer is one of them, and the other one its first
-    token."""
-    recipe, place, is_pair = _worker.recipe, [document.place], document.label is None
-    longest = cast(int, recipe.max_tokens)  # required of preferences
+    """Return both halves of a pair as one document, in the format of `_chat`. A labelled answer is one half, and the
+    other half is its first token."""
+    recipe = _worker.recipe
+    place = [document.place]
+    is_pair = document.label is None
+    max_tokens = cast(int, recipe.max_tokens)  # required for preferences
     halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
     if not is_pair:
         halves.append(type(halves[0])(halves[0].ids[:1], np.zeros(1, bool)))
         halves = halves if document.label else halves[::-1]
-    lengths = [len(half.ids) for half in halves]
-    is_long = sum(lengths) > longest
-    if is_long:
-        _raise_if_too_long(document, sum(lengths))
-        # The longer half loses more, so that the shorter one stays whole where it can.
-        most = [max(longest // 2, longest - other) for other in reversed(lengths)]
-        halves = [type(half)(*(part[:size] for part in half)) for half, size in zip(halves, most, strict=True)]
     fault = None
-    if is_long and recipe.too_long == "drop":
+    if sum(len(half.ids) for half in halves) > max_tokens:
         fault = "above max_tokens"
     elif sum(bool(half.is_target.any()) for half in halves) < len(document.conversations):
-        fault = "above max_tokens" if is_long else "no target in chosen or rejected" if is_pair else "no target"
+        fault = "no target in chosen or rejected" if is_pair else "no target"
     elif is_pair and np.array_equal(halves[0].ids, halves[1].ids):
         fault = EQUAL_HALVES
     if fault is not None:
         tally.count(tally.filtered, fault, place)
         return []
-    if is_long:
-        tally.count(tally.noted, f"{'pairs' if is_pair else 'labelled answers'} cut to max_tokens", place)
     if not is_pair:
         tally.count(tally.noted, "desirable" if document.label else "undesirable", [])
     return [np.concatenate([np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET)) for ids, is_target in halves])]
-
-
-def _raise_if_too_long(document: Document, length: int) -> None:
-    recipe = _worker.recipe
-    if recipe.too_long == "error":
-        raise UserError(
-            f"{with_line(document.place)}: a document of {length} tokens, above max_tokens = {recipe.max_tokens}; "
-            'raise max_tokens, or set too_long = "drop" or "cut"'
-        )
-
-
-def _evaluation(recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the n-gram hashes of the evaluation text that the recipe names."""
-    if not recipe.decontaminate:
-        return evaluation_ngrams([])
-    fields = Fields(recipe.text_key)
-    parts = parts_of(find_files(recipe.decontaminate, "decontaminate"), fields)
-    texts = []
-    for document in (document for part in parts for document in read_part(part, fields)):
-        if isinstance(document, Document):
-            texts.append(normalize(document.text, recipe.normalize))
-        elif document.args[0] != EMPTY:
-            reason, place = document.args
-            raise UserError(
-                f"decontaminate: {with_line(place)}: {reason}, so that no document would be compared with it; correct "
-                f"or remove it (text_key = '{recipe.text_key}' names the field of evaluation text, too)"
-            )
-    return evaluation_ngrams([tokenizer.encode(text) for text in texts])

@@ -31,21 +31,22 @@ from glm46.storage.chats.chat_template import find_format, raise_for_kept_though
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.storage.prepare.compilers import require_compiler, verifier_version
+from glm46.storage.judge.compilers import require_compiler, verifier_version
+from glm46.storage.prepare.contamination import TOO_SHORT, read_evaluation
 from glm46.storage.prepare.documents import require_fim_tokens
 from glm46.storage.prepare.input_files import BUILTIN, find_files
 from glm46.storage.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, finished_pieces, make_part, start_worker
 from glm46.storage.prepare.readers import InputPart, parts_of
 from glm46.storage.prepare.rows import Fields
 from glm46.storage.prepare.sharding import save_manifest, write_splits
-from glm46.storage.prepare.tally import Tally, amount, named
+from glm46.storage.prepare.tally import MAX_PLACES, Tally, amount, named
 from glm46.storage.prepare.workers import call_in_workers
 
 # Version of the shards' content. Raise it when the same text and settings give different bytes than before.
-PIPELINE = 4
+PIPELINE = 5
 
 LocalInputs = Callable[[Sequence[str]], tuple[str, ...]]
-"""Gives the local names of input files, of which some may be ids of the hub."""
+"""Function that returns local names of input files, some of which may be ids of the hub."""
 
 
 def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: LocalInputs = tuple) -> dict[str, Manifest]:
@@ -58,7 +59,8 @@ def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: Loca
         UserError: all faults of the tokenizer and the sources. Faults that do not depend on missing sources are raised
             before any source is made.
     """
-    sources, model = plan.config.data.sources, plan.config.model
+    sources = plan.config.data.sources
+    model = plan.config.model
     missing = [source for source in sources if source.recipe is not None and not Path(source.path).exists()]
     present = [source for source in sources if source not in missing]
     tokenizer, manifests = load_text(plan, present)
@@ -73,7 +75,7 @@ def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: Loca
 
 
 def text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
-    """The recipe of a source of a run, with what the run states beside it."""
+    """Return the recipe of a source of a run, with the output, name and tokenizer that the run sets."""
     recipe = cast(Recipe, source.recipe)
     return TextRecipe(**recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
@@ -113,7 +115,13 @@ def prepare_text(
             report(f"{recipe.output}: already prepared; remove the folder to make it again")
             return manifest
         require_compiler(recipe.verify)
-        return _prepare(recipe, tokenizer, report, local_inputs)
+        try:
+            return _prepare(recipe, tokenizer, report, local_inputs)
+        except UserError:
+            partial = _partial_place(Path(recipe.output))
+            if partial.exists():
+                report(f"{partial}: holds finished work, which the next start for this output uses or removes")
+            raise
 
 
 def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str], None]) -> None:
@@ -133,19 +141,21 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str
     ]
     if faults:
         raise UserError(*faults)
-    if "bytes" not in manifest.settings or any(one.startswith(BUILTIN) or is_hub_address(one) for one in recipe.input):
+    if "bytes" not in manifest.settings or any(
+        name.startswith(BUILTIN) or is_hub_address(name) for name in recipe.input
+    ):
         return  # older shards have no "bytes"
-    known = manifest.settings["files"], manifest.settings["bytes"]
+    recorded = manifest.settings["files"], manifest.settings["bytes"]
     with suppress(UserError):  # the text may be gone, or on another machine
         listing = _listing(find_files(recipe.input, "input"))
-        now = len(listing), sum(size for _, size, _ in listing)
-        if now != known:
-            before, after = (f"{counted(files, 'file')}, {amount(size, 'B')}" for files, size in (known, now))
+        current = len(listing), sum(size for _, size, _ in listing)
+        if current != recorded:
+            before, after = (f"{counted(files, 'file')}, {amount(size, 'B')}" for files, size in (recorded, current))
             report(f"{manifest.folder}: made from {before}; input holds {after} now; remove the folder to use these")
 
 
 def _settings(recipe: TextRecipe) -> dict:
-    """Return the keys that decide the bytes of the shards. Texts are known by name, the tokenizer by its hash."""
+    """Return the keys that decide the bytes of the shards. Texts are identified by name, the tokenizer by its hash."""
     without_effect = {"output", "processes", "max_bad", "tokenizer"}
     return recipe.model_dump(mode="json", exclude=without_effect) | {"deduplicate": recipe.duplicates}
 
@@ -153,7 +163,7 @@ def _settings(recipe: TextRecipe) -> dict:
 def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
     output = Path(recipe.output)
     if output.is_symlink() and leads_nowhere(output):
-        raise UserError(f"{output}: a link to nothing; mend or remove it, or give another path")
+        raise UserError(f"{output}: a link to nothing; fix or remove it, or give another path")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     manifest = load_manifest(output)
@@ -168,7 +178,8 @@ def _prepare(
 ) -> Manifest:
     started = time.monotonic()
     files = find_files(local_inputs(recipe.input), "input")
-    output, parts = Path(recipe.output), parts_of(files, Fields.of(recipe))
+    output = Path(recipe.output)
+    parts = parts_of(files, Fields.from_recipe(recipe))
     name = recipe.name or output.name
     listing = _listing(files)
     read = {"files": len(files), "bytes": sum(size for _, size, _ in listing)}
@@ -185,11 +196,12 @@ def _prepare(
     total = sum(part.size_bytes for part in parts)
     report(f"preparing {name}: {counted(len(files), 'file')}, {amount(total, 'B')}, into {output}")
     pieces, tally = _make_parts(parts, partial, key, recipe, tokenizer.flavor, report)
+    _note_short_texts(tally, read_evaluation(recipe).short)
     metadata = {"source": name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
     splits = write_splits(pieces, partial, recipe, metadata, tally)
     count = sum(split.documents for split in splits.values())
     if not splits["train"].documents:
-        shutil.rmtree(partial)  # the same command, which alone continues it, would be refused again
+        shutil.rmtree(partial)  # only the same command could continue this work, and it would be refused again
         if not count:
             why = "; ".join(tally.skipped()) or "all are empty"
             raise UserError(
@@ -203,26 +215,44 @@ def _prepare(
     counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
     save_manifest(
         Manifest(
-            folder=partial, source=name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
+            folder=partial,
+            source=name,
+            tokenizer=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            splits=splits,
+            settings=settings,
+            dropped=dict(sorted(counts.items())),
             noted={what: number for what, (number, _) in sorted(tally.noted.items())},
         )
-    )  # fmt: skip
+    )
     _publish(partial, output)
     if summary := tally.summary():
         report(summary)
-    train, held_out = splits["train"], splits["validation"]
+    train = splits["train"]
+    held_out = splits["validation"]
     seconds = time.monotonic() - started
     report(
         f"prepared {name}: {amount(train.tokens, 'tokens')} of {counted(train.documents, 'document')} to train "
         f"on, {amount(held_out.tokens, 'tokens')} held out, {seconds:.1f} s, {amount(total / seconds, 'B')}/s"
     )
     if recipe.held_out and not held_out.documents:
-        remedy = held_out_remedy(count, recipe.held_out)
-        report(f"no document is held out with held_out = {recipe.held_out:g}; to validate on this source, {remedy}")
+        report(_nothing_held_out(recipe.held_out, count))
     if train.targets is not None:
         report(describe_targets(train))
     return load_manifest(output)
+
+
+def _note_short_texts(tally: Tally, places: Sequence[str]) -> None:
+    """Count the evaluation texts that are too short to be searched for."""
+    if places:
+        tally.count(tally.noted, TOO_SHORT, [*places[:MAX_PLACES]], len(places))
+
+
+def _nothing_held_out(share: float, documents: int) -> str:
+    """Return the line about a share that holds out no document."""
+    remedy = held_out_remedy(documents, share)
+    return f"no document is held out with held_out = {share:g}; to validate on this source, {remedy}"
 
 
 def _make_parts(
@@ -248,8 +278,8 @@ def _make_parts(
             advance(size)
             bad += sum(count for count, _ in tallies[number].bad.values())
             if bad > recipe.max_bad:
-                _refuse_bad(Tally.of(tallies).bad, recipe)
-    return [file for stem in stems for file, _ in finished_pieces(stem, key)], Tally.of(tallies)
+                _refuse_bad(Tally.total(tallies).bad, recipe)
+    return [file for stem in stems for file, _ in finished_pieces(stem, key)], Tally.total(tallies)
 
 
 def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
@@ -263,9 +293,14 @@ def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
         )
 
 
+def _partial_place(output: Path) -> Path:
+    """Return where the work for an output is done."""
+    return output.with_name(output.name + ".partial")
+
+
 def _partial_folder(output: Path, key: str) -> Path:
     """Return the folder of unfinished work. Pieces of an interrupted run are kept only if its key is the same."""
-    partial = output.with_name(output.name + ".partial")
+    partial = _partial_place(output)
     key_file = partial / "key"
     if partial.exists() and not (key_file.is_file() and key_file.read_text() == key):
         shutil.rmtree(partial)
@@ -294,13 +329,20 @@ def _listing(files: Sequence[Path]) -> list:
 
 
 _DISK_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EEXIST, errno.ENOTDIR, errno.ELOOP,
-)  # fmt: skip
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EFBIG,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ELOOP,
+)
 
 
 @contextmanager
 def _disk_errors_explained(output: Path) -> Iterator[None]:
-    """Turn errors of a full or read-only disk, or of a file in the place of a folder, into a UserError. ``output`` does
+    """Turn errors of a full or read-only disk, or of a file at the path of a folder, into a UserError. ``output`` does
     not exist then."""
     try:
         yield

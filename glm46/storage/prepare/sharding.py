@@ -21,18 +21,20 @@ from glm46.storage.prepare.tally import Tally
 # A shard is written when it reaches this size: 128 MiB on disk, and the memory that writing needs.
 SHARD_TOKENS = 2**25
 
-# Memory for finding duplicates, for any number of documents: less takes longer, and the result does not depend on it.
+# Memory for finding duplicates, for any number of documents: less memory takes longer and gives the same result.
 DUPLICATES_BYTES = 10**9
 
 
 class SplitWriter:
     """Collects the documents of one split and writes a shard each time `SHARD_TOKENS` is reached.
 
-    With ``is_chat``, the tokens have the bit `NOT_A_TARGET` where they are no target.
+    With ``is_chat``, tokens that are not targets have the bit `NOT_A_TARGET`.
     """
 
     def __init__(self, folder: Path, name: str, metadata: dict[str, str], *, is_chat: bool = False):
-        self._folder, self._name, self._metadata = folder, name, metadata | {"split": name}
+        self._folder = folder
+        self._name = name
+        self._metadata = metadata | {"split": name}
         self._is_chat = is_chat
         self._tokens: list[np.ndarray] = []
         self._lengths: list[np.ndarray] = []
@@ -43,7 +45,8 @@ class SplitWriter:
         """Append the texts or conversations of a piece (`make_part`) for which ``keep``, bool [n], is true."""
         if not keep.any():
             return
-        lengths, is_kept = np.diff(piece["doc_ends"], prepend=0), np.repeat(keep, piece.get("documents", 1))
+        lengths = np.diff(piece["doc_ends"], prepend=0)
+        is_kept = np.repeat(keep, piece.get("documents", 1))
         self._tokens.append(piece["tokens"][np.repeat(is_kept, lengths)])
         self._lengths.append(lengths[is_kept])
         self._text_bytes += int(piece["text_bytes"][keep].sum())
@@ -54,16 +57,19 @@ class SplitWriter:
         """Write the remaining documents and return the split."""
         if self._tokens:
             self._write()
-        return Split.of(tuple(self._entries))
+        return Split.from_shards(tuple(self._entries))
 
     def _write(self) -> None:
-        tokens, doc_ends = np.concatenate(self._tokens), np.cumsum(np.concatenate(self._lengths))
+        tokens = np.concatenate(self._tokens)
+        doc_ends = np.cumsum(np.concatenate(self._lengths))
         file = f"{self._name}-{len(self._entries):05d}.safetensors"
         targets = int((tokens < NOT_A_TARGET).sum()) if self._is_chat else None
         metadata = self._metadata | ({"targets": str(targets)} if self._is_chat else {})
         digest = write_shard(self._folder / file, tokens, doc_ends, metadata)
         self._entries.append(ShardEntry(file, len(doc_ends), len(tokens), self._text_bytes, digest, targets))
-        self._tokens, self._lengths, self._text_bytes = [], [], 0
+        self._tokens = []
+        self._lengths = []
+        self._text_bytes = 0
 
 
 def write_splits(
@@ -71,12 +77,12 @@ def write_splits(
 ) -> dict[str, Split]:
     """Write the shards of the training and validation split from the pieces, in their order.
 
-    The first of equal texts or conversations is kept. Only its own hash decides whether it is held out.
+    Of equal texts or conversations the first is kept. The hash of a document alone decides whether it is held out.
 
     Args:
         pieces: files of `make_part`; each is open only while it is read.
-        recipe: that of the pieces.
-        metadata: for the header of each shard.
+        recipe: recipe of the pieces.
+        metadata: metadata for the header of each shard.
         tally: counts the duplicates, and the conversations or preferences.
     """
     duplicates = Duplicates(pieces, DUPLICATES_BYTES, pieces[0].parent if pieces else folder)
@@ -99,7 +105,7 @@ def write_splits(
 
 
 def _block_checksums(array: np.ndarray) -> np.ndarray:
-    """CRC-32 of each block of `BLOCK_BYTES` of an array's bytes, uint32 [blocks]. The last block may be shorter."""
+    """Return the CRC-32 of each block of `BLOCK_BYTES` of an array, uint32 [blocks]. The last block may be shorter."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], np.uint32)
 
@@ -107,7 +113,8 @@ def _block_checksums(array: np.ndarray) -> np.ndarray:
 def write_shard(file: Path, tokens: np.ndarray, doc_ends: np.ndarray, metadata: dict[str, str]) -> str:
     """Write one shard atomically; return its SHA-256 in hex. ``tokens`` uint32 [n], ``doc_ends`` int64 [d]."""
     counts = {"format": SHARD_FORMAT, "tokens": str(len(tokens)), "documents": str(len(doc_ends))}
-    tokens, doc_ends = tokens.astype("<u4", copy=False), doc_ends.astype("<i8", copy=False)
+    tokens = tokens.astype("<u4", copy=False)
+    doc_ends = doc_ends.astype("<i8", copy=False)
     checksums = np.concatenate([_block_checksums(doc_ends), _block_checksums(tokens)])
     tensors = {"doc_ends": doc_ends, "tokens": tokens, "checksums": checksums}
     return write_arrays(file, tensors, metadata | counts).sha256

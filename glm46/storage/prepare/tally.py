@@ -1,4 +1,4 @@
-"""Counts of the documents that a preparation skips, by reason, with the places of the first of each."""
+"""Counts of the documents that a preparation skips, by reason, with the first places of each reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from glm46.storage.prepare.readers import with_line
 
 # Places shown per reason in the summary.
-_MAX_PLACES = 3
+MAX_PLACES = 3
 
 
 @dataclass
 class Tally:
-    """Counts of unreadable (``bad``) and filtered documents or conversations by reason, and of what else happened to
-    conversations (``noted``), with the places of the first of each."""
+    """Counts of unreadable (``bad``) and filtered documents or conversations by reason, and of other events in
+    conversations (``noted``), with the first places of each reason."""
 
     bad: dict[str, list] = field(default_factory=dict)
     filtered: dict[str, list] = field(default_factory=dict)
     noted: dict[str, list] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tallies: "Mapping[int, Tally]") -> "Tally":
+    def total(cls, tallies: "Mapping[int, Tally]") -> "Tally":
         """Add tallies by the number of their part, so that the sum does not depend on which part finished first."""
         total = cls()
         for _, tally in sorted(tallies.items()):
@@ -28,10 +28,10 @@ class Tally:
 
     @staticmethod
     def count(table: dict[str, list], reason: str, places: list[str], number: int = 1) -> None:
-        """Add to one of the tables."""
+        """Add a count to one of the tables."""
         entry = table.setdefault(reason, [0, []])
         entry[0] += number
-        entry[1] = (entry[1] + places)[:_MAX_PLACES]
+        entry[1] = (entry[1] + places)[:MAX_PLACES]
 
     def add(self, other: "Tally") -> None:
         """Add the counts of another tally."""
@@ -40,11 +40,11 @@ class Tally:
                 self.count(getattr(self, name), reason, places, number)
 
     def skipped(self) -> list[str]:
-        """A line for each reason why a document was left out."""
+        """Return a line for each reason for which documents were skipped."""
         return ["skipped, " + line for table in (self.bad, self.filtered) for line in _lines(table)]
 
     def summary(self) -> str:
-        """All tables, one line each reason."""
+        """Return all tables as text, one line for each reason."""
         return "\n".join([*self.skipped(), *_lines(self.noted)])
 
 
@@ -56,11 +56,11 @@ def _lines(table: dict[str, list]) -> list[str]:
 
 
 def named(places: Sequence[str]) -> str:
-    """Places in words, with line numbers."""
+    """Return places as text, with line numbers."""
     return ", ".join(map(with_line, places))
 
 
 def amount(count: float, unit: str) -> str:
-    """A count in words, with the largest prefix that it reaches: 12 tokens, 3.4 kB, 1.25 M tokens."""
+    """Format a count with the largest prefix that it reaches: 12 tokens, 3.4 kB, 1.25 M tokens."""
     size, prefix = next(((size, name) for size, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if count >= size), (1, ""))
     return f"{count / size:.3g} {prefix}{' ' if prefix and unit != 'B' else ''}{unit}"

@@ -52,11 +52,12 @@ def call_in_workers(
 
 
 def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, BaseProcess]:
-    """Start a process that calls ``start(*arguments)``, then ``function(*item)`` of each ``(number, item)`` it is sent.
+    """Start a process that calls ``start(*arguments)``, then ``function(*item)`` for each ``(number, item)`` that it
+    receives.
 
     Returns:
-        The connection, which gives ``(number, result, None)`` for each call, or after an exception ``(None, exception,
-        traceback)`` and no more; and the process.
+        The connection, which receives ``(number, result, None)`` for each call, or after an exception
+        ``(None, exception, traceback)`` as the last message; and the process.
     """
     # Spawned: a fork of a process with threads (torch, a progress bar) may hang.
     context = multiprocessing.get_context("spawn")
@@ -73,8 +74,8 @@ def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple
 
 
 def end_worker(process: BaseProcess) -> None:
-    """Kill a worker with all programs that it has started and that are in its session."""
-    with suppress(ProcessLookupError, PermissionError):  # it has no session yet, or all of it has ended
+    """Kill a worker and all programs in its session that it has started."""
+    with suppress(ProcessLookupError, PermissionError):  # the worker has no session yet, or its whole session has ended
         os.killpg(cast(int, process.pid), signal.SIGKILL)
     process.kill()
     process.join()
@@ -98,7 +99,7 @@ def _result(connection: Connection, process: BaseProcess) -> tuple[int, Any]:
 
 def _work(connection: Connection, start: Callable, arguments: tuple, function: Callable) -> None:
     _begin_session()
-    own = os.getpid()
+    worker_id = os.getpid()
 
     def send_fault(_kind: type | None, error: BaseException | None, _trace: object) -> bool:
         if error is not None:
@@ -110,8 +111,8 @@ def _work(connection: Connection, start: Callable, arguments: tuple, function: C
         start(*arguments)
         for number, item in _tasks(connection):
             result = function(*item)
-            if os.getpid() != own:
-                os._exit(0)  # a copy that the function has made of this process
+            if os.getpid() != worker_id:
+                os._exit(0)  # a fork of this process that the function has made
             connection.send((number, result, None))
 
 
@@ -122,13 +123,14 @@ def _tasks(connection: Connection) -> Iterator[tuple[int, tuple]]:
 
 
 def _begin_session() -> None:
-    """Give this worker a session, which a process beside it ends with the parent. A thread could not: a function that
-    holds the interpreter would stop it, and the programs that a worker has started would go on."""
+    """Start a session for this worker, and a process that kills the session when the parent exits. A thread could not:
+    a function that holds the interpreter lock would block it, and programs that the worker has started would
+    continue."""
     os.setsid()
     parent = cast(BaseProcess, multiprocessing.parent_process()).sentinel
     if os.fork():
         return
-    os.closerange(0, parent)  # the parent sees the end of the worker by what the worker has open
+    os.closerange(0, parent)  # the parent detects the end of the worker by its closed connection
     os.closerange(parent + 1, os.sysconf("SC_OPEN_MAX"))
     wait([parent])
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Micro-batches of a run: stages of sequence length and mixture in order, each sample once."""
+"""Micro-batches of a run: the stages of its curriculum in order, each sample once."""
 
 import hashlib
 import json
@@ -24,36 +24,40 @@ from glm46.storage.data.mixing import integer_weights, taken
 
 
 class DataStream:
-    """Reads the micro-batches step by step. The position depends on `Progress` alone."""
+    """Reads the micro-batches of each step. The position depends only on `Progress`."""
 
     def __init__(self, plan: Plan, cluster: Cluster, manifests: dict[str, Manifest]):
-        self._plan, self._cluster, self._manifests = plan, cluster, manifests
+        self._plan = plan
+        self._cluster = cluster
+        self._manifests = manifests
         self._loader: Iterator[Batch] = iter(())
         self._stage: TextStage | None = None
         self._next = -1
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """Read the next micro-batches of this rank, for a step of `sequences` samples over all ranks."""
-        began = time.perf_counter()
-        stage, note = stage_at(self._plan.text_stages, progress.samples), ""
+        started = time.perf_counter()
+        stage = stage_at(self._plan.text_stages, progress.samples)
+        note = ""
         if stage != self._stage and len(self._plan.text_stages) > 1:
             note = self._describe(stage)
         if stage != self._stage or progress.samples != self._next:
             self._open(stage, progress)
-        left = sequences if stage.stop is None else min(sequences, stage.stop - progress.samples)
+        samples = sequences if stage.stop is None else min(sequences, stage.stop - progress.samples)
         rows = self._plan.rows_per_micro_batch
-        # A pipeline schedule needs a fixed number of micro-batches; those without samples are padding.
-        count = sequences // rows if self._cluster.meshes.pipeline is not None else -(-left // rows)
-        self._next = progress.samples + left
+        # A pipeline schedule needs a fixed number of micro-batches; micro-batches without samples are padding.
+        count = sequences // rows if self._cluster.meshes.pipeline is not None else -(-samples // rows)
+        self._next = progress.samples + samples
         micro_batches = [next(self._loader) for _ in range(count)]
-        return StepBatches(micro_batches, left, stage.seq_len, time.perf_counter() - began, note)
+        return StepBatches(micro_batches, samples, stage.seq_len, time.perf_counter() - started, note)
 
     def _describe(self, stage: TextStage) -> str:
-        stages, total = self._plan.text_stages, sum(stage.weights)
+        stages = self._plan.text_stages
+        total = sum(stage.weights)
         pairs = zip(self._plan.config.data.sources, stage.weights, strict=True)
         mixture = ", ".join(f"{source.name} {weight / total:.1%}" for source, weight in pairs if weight > 0)
         window, scaling = describe_attention(stage.shape)
-        is_plain = all(describe_attention(one.shape) == ("none", "none") for one in stages)
+        is_plain = all(describe_attention(other.shape) == ("none", "none") for other in stages)
         attention = "" if is_plain else f"window {window}, RoPE scaling {scaling}, "
         return (
             f"stage {stages.index(stage) + 1} of {len(stages)}: {stage.seq_len:,} tokens per sequence, "
@@ -62,28 +66,31 @@ class DataStream:
         )
 
     def _open(self, stage: TextStage, progress: Progress) -> None:
-        plan, config = self._plan, self._plan.config
+        plan = self._plan
+        config = self._plan.config
         self._stage = stage
-        chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
-        before = rows_before(plan, self._manifests, stage, progress.read_before)
-        sources = [config.data.sources[i] for i in chosen]
+        active = [i for i, weight in enumerate(stage.weights) if weight > 0]
+        first_rows = rows_before(plan, self._manifests, stage, progress.read_before)
+        sources = [config.data.sources[i] for i in active]
         with starting_workers():
             self._loader = iter(
                 build_train_loader(
-                    [TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing)
-                     for i, s in zip(chosen, sources, strict=True)],
+                    [
+                        TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing)
+                        for i, s in zip(active, sources, strict=True)
+                    ],
                     batch_layout(plan, self._cluster, stage.seq_len),
                     seed=config.debug.seed,
                     start_sample=progress.samples,
                     num_workers=config.data.num_workers,
-                    span=SampleSpan(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
+                    span=SampleSpan(stage.first, stage.stop, tuple(first_rows[i] for i in active), stage.documents),
                     begin_worker=begin_worker,
                 )
-            )  # fmt: skip
+            )
 
 
 def batch_layout(plan: Plan, cluster: Cluster, seq_len: int) -> BatchLayout:
-    """The shape of this rank's micro-batches of rows of this length, and its share of the samples."""
+    """Return the shape of this rank's micro-batches for rows of this length, and its share of the samples."""
     return BatchLayout(
         seq_len=seq_len,
         mtp_depth=plan.shape.num_nextn_predict_layers,
@@ -95,10 +102,10 @@ def batch_layout(plan: Plan, cluster: Cluster, seq_len: int) -> BatchLayout:
 
 
 def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) -> list[list]:
-    """Rows of each source that this run and earlier phases have read, for the next phase.
+    """Count the rows of each source that this run and earlier phases have read, for the next phase.
 
     Returns:
-        Lists of source identity, sequence length, first and last bound of the documents, and number of rows.
+        Lists of source identity, sequence length, lower and upper bound of the documents, and number of rows.
     """
     counts = {tuple(entry[:-1]): entry[-1] for entry in progress.read_before}
     for stage in plan.text_stages:
@@ -112,46 +119,51 @@ def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) ->
 
 
 def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, read_before: list[list]) -> list[int]:
-    """Rows of each source that earlier stages and phases have read from the same rows as this stage."""
-    counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
+    """Count for each source how many of the stage's rows earlier stages and phases have read."""
+    phase_counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
     rows = (stage.seq_len, stage.documents)
-    same = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == rows]
-    before = []
+    stages = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == rows]
+    totals = []
     for i in range(len(stage.weights)):
-        earlier = sum(_taken(s, s.stop - s.first).get(i, 0) for s in same if s.stop is not None)
-        before.append(earlier + counts.get(_grid(plan, manifests, i, stage), 0))
-    return before
+        count = sum(_taken(s, s.stop - s.first).get(i, 0) for s in stages if s.stop is not None)
+        totals.append(count + phase_counts.get(_grid(plan, manifests, i, stage), 0))
+    return totals
 
 
 def _taken(stage: TextStage, samples: int) -> dict[int, int]:
-    """Rows of each source, by its index, in the first samples of a stage."""
-    chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
-    counts = taken(samples, integer_weights([stage.weights[i] for i in chosen]))
-    return dict(zip(chosen, counts, strict=True))
+    """Count the rows of each source, by its index, in the first samples of a stage."""
+    active = [i for i, weight in enumerate(stage.weights) if weight > 0]
+    counts = taken(samples, integer_weights([stage.weights[i] for i in active]))
+    return dict(zip(active, counts, strict=True))
 
 
 def _grid(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextStage) -> tuple:
-    """Identity of a source's rows: its text, packing and order, sequence length and range of documents."""
-    described, config = plan.config.data.sources[source], plan.config
-    shards = [shard.sha256 for shard in manifests[described.name].splits["train"].shards]
-    facts = [described.name, described.packing, config.debug.seed, plan.shape.num_nextn_predict_layers, shards]
+    """Return the identity of a source's rows: its text, packing and order, sequence length and range of documents."""
+    source_config = plan.config.data.sources[source]
+    config = plan.config
+    shards = [shard.sha256 for shard in manifests[source_config.name].splits["train"].shards]
+    facts = [source_config.name, source_config.packing, config.debug.seed, plan.shape.num_nextn_predict_layers, shards]
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    return (f"{described.name}:{identity}", stage.seq_len, *stage.documents)
+    return (f"{source_config.name}:{identity}", stage.seq_len, *stage.documents)
 
 
 @contextmanager
 def starting_workers() -> Iterator[None]:
-    """Start worker processes inside this context: they inherit blocked signals. torchrun and job systems signal every
-    process of a rank; a worker that ended then would end the run before the save."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """Block signals while worker processes start, which inherit this.
+
+    torchrun and job systems signal every process of a rank. A worker that died of such a signal would end the run
+    before it saves.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def begin_worker(_number: int) -> None:
-    """First call in a worker process started within `starting_workers`: it ends when its rank ends it or is gone."""
+    """Initialise a worker process started within `starting_workers`, so that it exits only if its rank ends it or
+    dies."""
     die_with_parent()
     rank = parent_process()
     assert rank is not None, "called outside of a worker"

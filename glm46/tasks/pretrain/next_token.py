@@ -1,4 +1,4 @@
-"""Pre-training: the loss of the next token, and of those that multi-token prediction adds."""
+"""The objective of pre-training: the loss of the next token, and losses of multi-token prediction."""
 
 import math
 from collections.abc import Mapping
@@ -21,14 +21,15 @@ _LARGEST_EXPONENT = 700.0
 
 
 class NextToken:
-    """The objective of pre-training. Its totals: ``targets``, labels of the next token; ``mtp_targets`` and ``drafts``,
-    for each prediction depth its labels and those that `accepted_drafts` compares."""
+    """The objective of pre-training. Its totals are ``targets``, the labels of the next token; and for each prediction
+    depth ``mtp_targets``, its labels, and ``drafts``, the labels that `accepted_drafts` compares."""
 
     form: HeadForm = staticmethod(summed_loss)
     fields: tuple[str, ...] = ()
 
     def __init__(self, network: Network):
-        self._network, self._mtp = network, network.plan.config.mtp
+        self._network = network
+        self._mtp = network.plan.config.mtp
         self._depths = network.plan.shape.num_nextn_predict_layers
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class NextToken:
         return next_token_loss(output, totals, schedule_value(self._mtp.loss_weight, clock))
 
     def empty_sums(self) -> dict[str, Tensor]:
-        """FP64: loss [], mtp_losses [K], accepted [K]: accepted drafts, see `accepted_drafts`."""
+        """See `Objective.empty_sums`. FP64 loss [], mtp_losses [K] and accepted drafts [K], see `accepted_drafts`."""
         shapes = {"loss": (), "mtp_losses": (self._depths,), "accepted": (self._depths,)}
         return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
@@ -51,8 +52,11 @@ class NextToken:
         return sums | ({"accepted": self.count_accepted(output, batch)} if "mtp_labels" in batch else {})
 
     def count_accepted(self, output: LossSums, batch: Batch) -> Tensor:
-        """`accepted_drafts` over whole rows of a batch of the loader, FP64 [K], divided by the ranks that count the
-        same rows, so that the sum over all ranks counts each draft once. Collective under context parallelism."""
+        """Count `accepted_drafts` over whole rows of a batch of the loader, FP64 [K].
+
+        The count is divided by the number of ranks that count the same rows, so that the sum over all ranks counts each
+        draft once. Collective under context parallelism.
+        """
         predictions = self._network.whole_rows(output.predictions, batch)
         accepted = accepted_drafts(predictions, copy_to_device(batch["mtp_labels"], predictions.device))
         return accepted.sum((1, 2)).double() / self._network.cluster.layout.ranks_per_dp_rank
@@ -68,7 +72,8 @@ class NextToken:
 
 
 def _mtp_columns(sums: dict[str, Tensor], totals: Mapping[str, Any]) -> dict[str, float]:
-    drafts, accepted = totals["drafts"], sums["accepted"].tolist()
+    drafts = totals["drafts"]
+    accepted = sums["accepted"].tolist()
     losses = [loss / max(n, 1) for loss, n in zip(sums["mtp_losses"].tolist(), totals["mtp_targets"], strict=True)]
     columns = {"mtp_loss": sum(losses) / len(losses), "mtp_acceptance": sum(accepted) / max(sum(drafts), 1)}
     if len(losses) > 1:
@@ -79,30 +84,31 @@ def _mtp_columns(sums: dict[str, Tensor], totals: Mapping[str, Any]) -> dict[str
 
 
 def count_targets(micro_batches: list[Batch], depths: int) -> dict[str, Any]:
-    """Totals of `NextToken` for this rank's micro-batches, which are on the CPU, perhaps without ``mtp_labels``."""
-    none = [0] * depths
+    """Compute the totals of `NextToken` for this rank's micro-batches, on the CPU, with or without ``mtp_labels``."""
+    zeros = [0] * depths
     mtp_labels = [batch["mtp_labels"] for batch in micro_batches if depths and "mtp_labels" in batch]
-    of_depths = [(labels != IGNORE).sum((0, 2)).tolist() for labels in mtp_labels]
-    drafts = [count_drafts(labels) for labels in mtp_labels]
+    target_counts = [(labels != IGNORE).sum((0, 2)).tolist() for labels in mtp_labels]
+    draft_counts = [count_drafts(labels) for labels in mtp_labels]
     return {
         "targets": sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches),
-        "mtp_targets": [sum(depth) for depth in zip(none, *of_depths, strict=True)],
-        "drafts": [sum(depth) for depth in zip(none, *drafts, strict=True)],
+        "mtp_targets": [sum(depth) for depth in zip(zeros, *target_counts, strict=True)],
+        "drafts": [sum(depth) for depth in zip(zeros, *draft_counts, strict=True)],
     }
 
 
 def next_token_loss(sums: LossSums, totals: Mapping[str, Any], mtp_weight: float) -> Tensor:
-    """One micro-batch's part of the loss of the whole step.
+    """Compute one micro-batch's part of the loss of the step.
 
-    Every sum is divided by the *global* count of the step, so that the parts of all micro-batches and ranks add up to
-    the mean, however the tokens are distributed.
+    Each sum is divided by the *global* count of the step, so that the parts of all micro-batches and ranks add up to
+    the mean for any distribution of the tokens.
     """
-    loss, mtp_targets = sums.loss / max(totals["targets"], 1), totals["mtp_targets"]
+    loss = sums.loss / max(totals["targets"], 1)
+    mtp_targets = totals["mtp_targets"]
     for depth_loss, targets in zip(sums.mtp_losses, mtp_targets, strict=False):
         loss = loss + mtp_weight / len(mtp_targets) * depth_loss / max(targets, 1)
     return loss
 
 
 def count_drafts(mtp_labels: Tensor) -> list[int]:
-    """Drafts of each depth that `accepted_drafts` compares, for labels int64 [B, K, S]."""
+    """Count the drafts of each depth that `accepted_drafts` compares, for labels int64 [B, K, S]."""
     return draft_places(mtp_labels).sum((1, 2)).tolist()

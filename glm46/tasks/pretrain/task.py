@@ -1,69 +1,71 @@
-"""The task of pre-training: next-token prediction on prepared text."""
+"""Pre-training: next-token prediction on prepared text."""
 
 import hashlib
 import json
 import shlex
+from collections.abc import Callable
 from typing import Any, ClassVar
-
-import torch
-import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
 from glm46.config.command_line import module_command
-from glm46.config.run_config import RunConfig
-from glm46.engine.inference.sampling import continue_tokens
 from glm46.engine.reliability.stop import StopRequest
-from glm46.engine.training.build import run
-from glm46.engine.training.hf_weights import save_weights
-from glm46.engine.training.network import build_network
+from glm46.engine.training.network import Network, build_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches, Task
 from glm46.run.curriculum import stage_at
 from glm46.run.function import capacity_lines
 from glm46.run.plan import Plan
-from glm46.storage.chats.chat_template import raise_for_model, raise_for_source
 from glm46.storage.checkpoint.integrity import step_folder
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text
-from glm46.storage.data.tokenizer import TOKENIZER_KEY
+from glm46.storage.data.manifest import Manifest
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer
 from glm46.tasks.pretrain.data_stream import DataStream, rows_read
 from glm46.tasks.pretrain.next_token import NextToken
-from glm46.tasks.pretrain.validation import due_tasks, evaluate, validation_measures
+from glm46.tasks.pretrain.validation import evaluate
+
+CheckText = Callable[[Plan, dict[str, Manifest], Tokenizer], None]
+Sample = Callable[[Network, Tokenizer, StopRequest], list[str]]
+"""Function that returns lines with text of a network, until a stop is requested."""
 
 
 class Pretraining(Task):
-    """One network that learns to predict the next token of the text in data.sources. See `Task`."""
+    """Trains one network to predict the next token of the text in data.sources. See `Task`."""
 
     name = "pretrain"
     identity_keys: ClassVar[tuple[str, ...]] = (
-        "data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers"
-    )  # fmt: skip
+        "data.sources",
+        "data.stages",
+        "training.seq_len",
+        "debug.seed",
+        "model.num_nextn_predict_layers",
+    )
 
-    def __init__(self, plan: Plan, cluster: Cluster):
+    def __init__(
+        self, plan: Plan, cluster: Cluster, *, check_text: CheckText | None = None, sample: Sample | None = None
+    ):
         """Load the text and build the network. Collective.
 
+        Args:
+            check_text: refuses text that does not match the model, with a UserError.
+            sample: continues [inference] prompt for the final report; collective. None shows no text.
+
         Raises:
-            UserError: the data or the layout do not match the configuration.
+            UserError: if the data or the layout do not match the configuration.
         """
-        self.plan, self.cluster = plan, cluster
+        self.plan = plan
+        self.cluster = cluster
         self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(plan))
-        run_on_all_ranks(self._check_chats)
+        self._sample = sample
+        if check_text is not None:
+            run_on_all_ranks(lambda: check_text(plan, self.manifests, self.tokenizer))
         check_epochs(plan, self.manifests)
-        self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
         self.network = build_network(plan, cluster, head=plan.config.head)
         self._objective = NextToken(self.network)
-        self.networks, self.objectives = {"model": self.network}, {"model": self._objective}
+        self.networks = {"model": self.network}
+        self.objectives = {"model": self._objective}
         self.stream = DataStream(plan, cluster, self.manifests)
         self.network.attend_as(plan.stage_after(0).shape)
-
-    def _check_chats(self) -> None:
-        """Raise UserError if a source or the base has another chat format than the tokenizer."""
-        for manifest in self.manifests.values():
-            raise_for_source(manifest, self.tokenizer)
-        checkpoint = self.plan.config.checkpoint
-        has_chats = any(manifest.splits["train"].targets is not None for manifest in self.manifests.values())
-        if checkpoint.initial_load_in_hf and has_chats:
-            raise_for_model(checkpoint.initial_folder, self.tokenizer)
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
@@ -73,7 +75,7 @@ class Pretraining(Task):
     def fingerprint(self) -> str:
         """See `Task.fingerprint`."""
         config = self.plan.config
-        # The depth matters: rows need one more token per depth, so a source can have fewer rows.
+        # Prediction depths count because rows need one more token per depth, so a source can have fewer rows.
         identity: list = [config.debug.seed, config.training.seq_len, self.plan.shape.num_nextn_predict_layers]
         for source in config.data.sources:
             manifest = self.manifests[source.name]
@@ -91,9 +93,7 @@ class Pretraining(Task):
 
     def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`."""
-        due = due_tasks(self.plan, progress)
-        measures = [measure for measure, is_due in zip(self.measures, due, strict=True) if is_due]
-        return evaluate(self.network, self._objective, self.manifests, self.tokenizer, measures)
+        return evaluate(self.network, self._objective, self.manifests, self.tokenizer)
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""
@@ -101,45 +101,15 @@ class Pretraining(Task):
         lines = capacity_lines(moe, "validation") if self.plan.config.validation.enable else []
         return [*describe_sources(self.plan, self.manifests), *lines]
 
-    def export(self, progress: Progress) -> str:
-        """See `Task.export`."""
-        self.network.attend_as(self.plan.stage_after(progress.samples).shape)  # not in force yet if no step was trained
-        return save_weights(self.network, self.tokenizer, progress)
-
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
-        """See `Task.sample`: a continuation of [inference] prompt."""
+        """See `Task.sample`. Continues [inference] prompt."""
         config = self.plan.config
         if not config.inference.prompt or not progress.step:
             return []
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)
         if self.plan.layout.non_dp_degree > 1:
-            # Generation does not support ranks with parts of a sequence or of the layers.
+            # Generation here does not support ranks that hold only part of a sequence or of the layers.
             step = step_folder(config.checkpoint_folder, progress.step)
             command = f"{module_command()} generate --checkpoint {shlex.quote(str(step))} --prompt '...'"
             return [f"To see text: {command}"] if config.checkpoint.enable else []
-        return ["Continuation of the prompt (prompt, then generated text):", "", self._continuation(stop), ""]
-
-    def _continuation(self, stop: StopRequest) -> str:
-        def is_stopped() -> bool:
-            """True if any rank has received a signal. Collective."""
-            requested = torch.tensor(stop.signal_name is not None, dtype=torch.int32)
-            dist.all_reduce(requested, dist.ReduceOp.MAX)
-            return bool(requested)
-
-        options = self.plan.config.inference
-        new = continue_tokens(
-            self.network.models[0],
-            self.tokenizer.encode(options.prompt).tolist(),
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            stop=frozenset({self.tokenizer.eos_id}),
-            vocab_size=self.tokenizer.vocab_size,
-            device=self.cluster.device,
-            is_stopped=is_stopped,
-        )
-        return options.prompt + "│" + self.tokenizer.decode(new)
-
-
-def train(config: RunConfig, stop: StopRequest | None = None) -> int:
-    """Pre-train as configured, on this rank; see `run`. Collective."""
-    return run(config, Pretraining, stop)
+        return [] if self._sample is None else self._sample(self.network, self.tokenizer, stop)

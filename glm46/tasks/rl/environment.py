@@ -1,4 +1,4 @@
-"""Runs episodes to their ends, whatever leads them: a function, a program, or a task set behind one."""
+"""Runs episodes of any environment: a function, a program, or a task set that a program serves."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,45 +24,50 @@ from glm46.tasks.rl.rollout.server_engine import ServerEngine
 
 _TICK_SECONDS = 0.5
 _WINDOW = 16
-"""Tokens after which the engine of the ranks waits for replies that come soon: those to turns of the window before."""
-_CALLS_OF_A_RANK, _MOST_CALLS = 4, 64
-"""Of the function of [rl.environment] at once, all on the first rank."""
+"""Tokens between the points where the local engine waits for quick replies to the turns that have ended since."""
+_CALLS_OF_A_RANK = 4
+_MOST_CALLS = 64
+"""Most concurrent calls of the function of [rl.environment], all on the first rank."""
 
 
 class Environment(Protocol):
-    """Leads episodes from their prompts to their ends, on rank 0. Nobody else knows what it is: any engine answers
-    what it asks, in a rollout and ahead of one."""
+    """Runs episodes from their prompts to their ends, on rank 0. It works with any engine, in a rollout and ahead of
+    one."""
 
     @property
     def replies_soon(self) -> bool:
-        """True if what it says depends on the turns alone and comes within seconds: the engine of the ranks waits for
-        it, so that another run computes the same samples in the same batches."""
+        """True if replies depend on the turns alone and come within seconds. The local engine then waits for them, so
+        that a repeated run computes the same samples in the same batches."""
 
     def begin(self, prompt: Callable[[int], Prompt], requests: Requests, members: Sequence[Member]) -> None:
-        """See `Begin`: each member is an episode, which continues after its recorded turns. Does not wait.
+        """Start episodes, one for each member, after their recorded turns; see `Begin`. Does not wait.
 
         Args:
-            prompt: of a number.
-            requests: answers the turns of the policy.
+            prompt: returns the prompt with a number.
+            requests: generates the turns of the policy.
         """
 
     def close(self) -> None:
-        """End all that runs."""
+        """End all running episodes and processes."""
 
 
 def build_environment(
-    table: EnvironmentConfig, keys: PromptsConfig, tokenizer: Tokenizer, stop: frozenset[int], failed: Path,
+    table: EnvironmentConfig,
+    keys: PromptsConfig,
+    tokenizer: Tokenizer,
+    stop: frozenset[int],
+    failed: Path,
     needs_score: bool,
-) -> Environment:  # fmt: skip
-    """The environment that [rl.environment] names.
+) -> Environment:
+    """Build the environment that [rl.environment] names.
 
     Args:
         stop: ids that end a turn.
         failed: folder for the output of failed programs.
-        needs_score: a reward reads the score of a program.
+        needs_score: True if a reward reads the score of a program.
 
     Raises:
-        UserError: its function cannot be loaded, or its programs cannot run.
+        UserError: if its function cannot be loaded, or its programs cannot run.
     """
     is_called_here = dist.get_rank() == 0 or table.kind != "function"  # a process of its own imports the function
     pool = environment_pool(table) if is_called_here else FunctionPool([])
@@ -73,27 +78,36 @@ def build_environment(
 
 
 class _Run:
-    """See `Requests`: episodes that begin together, and what they ask the engine of the ranks. On rank 0."""
+    """Episodes that begin together, and their requests to the engine, on rank 0. Implements `Requests`."""
 
     def __init__(
-        self, environment: Environment, prompt: Callable[[int], Prompt], asked: Sequence[tuple[int, Request]],
+        self,
+        environment: Environment,
+        prompt: Callable[[int], Prompt],
+        requests: Sequence[tuple[int, Request]],
         is_stopped: Callable[[], bool],
-    ):  # fmt: skip
-        self._begin, self._soon = partial(environment.begin, prompt), environment.replies_soon
+    ):
+        self._begin = partial(environment.begin, prompt)
+        self._soon = environment.replies_soon
         self._members = [
             Member(number, request, EpisodeEnd([], is_part=True), finish=partial(self._finish, index))
-            for index, (number, request) in enumerate(asked)
+            for index, (number, request) in enumerate(requests)
         ]
-        self._is_stopped, self._left = is_stopped, len(asked)
-        self._changed, self._error = threading.Condition(), cast(BaseException | None, None)
-        self._new, self._open = list[OpenRequest](), dict[int, OpenRequest]()
-        self._dropped, self._ended = list[int](), dict[int, Completion]()
+        self._is_stopped = is_stopped
+        self._left = len(requests)
+        self._changed = threading.Condition()
+        self._error = cast(BaseException | None, None)
+        self._new = list[OpenRequest]()
+        self._open = dict[int, OpenRequest]()
+        self._dropped = list[int]()
+        self._ended = dict[int, Completion]()
         self._count = self._tokens = 0
 
     def _finish(self, index: int, end: EpisodeEnd | BaseException) -> None:
         with self._changed:
             if isinstance(end, EpisodeEnd):
-                self._members[index].end, self._left = end, self._left - 1
+                self._members[index].end = end
+                self._left = self._left - 1
             else:
                 self._error = self._error or end
             self._changed.notify_all()
@@ -102,18 +116,21 @@ class _Run:
         return self._error is not None or not self._left or self._is_stopped()
 
     def ends(self) -> bytes:
-        """Of all episodes; empty if they have to end without one."""
+        """Cancel unfinished episodes and return the packed ends of all; empty if any was unfinished.
+
+        Raises the error of an episode, if there was one.
+        """
         with self._changed:
-            left = self._left  # before a cancelled one ends
+            unfinished = self._left  # read before cancelled episodes end, which lowers it
         for member in self._members:
             if member.end.is_part and member.cancel is not None:
                 member.cancel()
         if self._error is not None:
             raise self._error
-        return b"" if left else pack_groups({number: [one.end] for number, one in enumerate(self._members)})
+        return b"" if unfinished else pack_groups({number: [member.end] for number, member in enumerate(self._members)})
 
     def by_servers(self, requests: OpenRequests) -> bytes:
-        """Run all episodes with the answers of servers; see `ends`."""
+        """Run all episodes with completions of servers, and return their `ends`."""
         self._begin(requests, self._members)
         with self._changed:
             while not self._is_over():
@@ -121,55 +138,62 @@ class _Run:
                 self._error = self._error or requests.error
         return self.ends()
 
-    def ask(self, asked: Sequence[OpenRequest]) -> None:
+    def ask(self, requests: Sequence[OpenRequest]) -> None:
         """See `Requests.ask`."""
         with self._changed:
-            self._new += asked
+            self._new += requests
             self._changed.notify_all()
 
-    def drop(self, asked: OpenRequest) -> None:
+    def drop(self, request: OpenRequest) -> None:
         """See `Requests.drop`."""
         with self._changed:
-            self._new = [one for one in self._new if one is not asked]
-            dropped = [number for number, one in self._open.items() if one is asked]
+            self._new = [open_request for open_request in self._new if open_request is not request]
+            dropped = [number for number, open_request in self._open.items() if open_request is request]
             self._dropped += [number for number in dropped if self._open.pop(number)]
 
-    def exchange(self, ended: Mapping[int, Completion]) -> tuple[list[tuple[int, Request]], list[int]] | None:
-        """See `Exchange`. Programs get their turns at once, and what they ask is begun as it comes. Replies that come
-        soon are waited for, and begun at the end of the window behind that of their turns."""
+    def exchange(self, completions: Mapping[int, Completion]) -> tuple[list[tuple[int, Request]], list[int]] | None:
+        """See `Exchange`. Programs get their turns immediately, and their requests start as they come. Replies of an
+        environment that `replies_soon` are waited for, and start at the end of the window after that of their turns."""
         if not self._tokens:
             self._begin(self, self._members)
         with self._changed:
-            self._ended |= ended
+            self._ended |= completions
             self._tokens += 1
             if self._soon and self._tokens % _WINDOW and self._open.keys() - self._ended:
                 return [], []
             while not self._is_over():
                 if not self._soon or len(self._new) + len(self._open) == self._left:
-                    new = dict(enumerate(sorted(self._new, key=lambda one: one.request.seed), self._count))
-                    self._new, self._count = [], self._count + len(new)
+                    new = dict(enumerate(sorted(self._new, key=lambda request: request.request.seed), self._count))
+                    self._new = []
+                    self._count = self._count + len(new)
                     for number, completion in self._ended.items():
                         if number in self._open:
                             self._open.pop(number).done(completion)
                     self._ended = {}
                     self._open |= new
                     if self._open:
-                        dropped, self._dropped = self._dropped, []
-                        return [(number, one.request) for number, one in new.items()], dropped
+                        dropped = self._dropped
+                        self._dropped = []
+                        return [(number, request.request) for number, request in new.items()], dropped
                 self._changed.wait(_TICK_SECONDS)
         return None
 
 
 def run_episodes(
-    environment: Environment, prompt: Callable[[int], Prompt], asked: Sequence[tuple[int, Request]],
-    engine: LocalEngine | ServerEngine, rules: SamplingRules, is_stopped: Callable[[], bool],
-) -> list[EpisodeEnd] | None:  # fmt: skip
-    """The ends of an episode for each number of a prompt and request; None if a stop was requested. Collective.
+    environment: Environment,
+    prompt: Callable[[int], Prompt],
+    requests: Sequence[tuple[int, Request]],
+    engine: LocalEngine | ServerEngine,
+    rules: SamplingRules,
+    is_stopped: Callable[[], bool],
+) -> list[EpisodeEnd] | None:
+    """Run an episode for each pair of prompt number and request; None if a stop was requested. Collective.
 
     Args:
-        is_stopped: asked on rank 0.
+        prompt: returns the prompt with a number.
+        is_stopped: polled on rank 0.
     """
-    run = _Run(environment, prompt, asked, is_stopped)
+    run = _Run(environment, prompt, requests, is_stopped)
     if isinstance(engine, ServerEngine):
         content = engine.answer(run.by_servers, rules)
     else:

@@ -1,9 +1,8 @@
-"""Rows and packages of episodes, checked before one runs, and the output of those that failed."""
+"""Checks rows and packages of episodes before they run, and keeps the output of failed episodes."""
 
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -20,17 +19,17 @@ from glm46.tasks.rl.rollout.programs import Programs
 from glm46.tasks.rl.rollout.records import EpisodeEnd
 
 TASK_NAME = "GLM46_TASK"
-"""The variable with the row of an episode."""
+"""Environment variable with the row of an episode."""
 _VERSION = "import sys, importlib.metadata as of; print(of.version(sys.argv[1]))"
 
 
 def task_of(prompt: Prompt, keys: PromptsConfig) -> str:
-    """The row of a prompt without its label, as JSON, for its program."""
+    """Format the row of a prompt, without its label, as JSON for its program."""
     return json.dumps(without(prompt.row, keys.label_key), default=str)
 
 
 def without(row: Any, key: str) -> Any:
-    """A row without what a key, or a path with dots, leads to."""
+    """Return a row without the value of a key or of a path with dots."""
     if not isinstance(row, dict):
         return row
     if key in row:
@@ -40,39 +39,43 @@ def without(row: Any, key: str) -> Any:
 
 
 def require_episodes(table: EnvironmentConfig, keys: PromptsConfig, prompts: Sequence[Prompt]) -> None:
-    """Check what would end each episode: rows that are too large for a variable, and packages that a script declares
-    and its Python has not, in the sandbox of episodes.
+    """Check for faults that would end every episode, in the sandbox of episodes: rows that are too large for an
+    environment variable, and packages that a script declares but its Python does not have.
 
     Raises:
-        UserError: there is one.
+        UserError: if there is such a fault.
     """
-    most = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1  # MAX_ARG_STRLEN, with a zero at the end
+    limit = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1  # MAX_ARG_STRLEN, with a zero at the end
     sizes = [(prompt.place, len(task_of(prompt, keys))) for prompt in prompts if table.kind == "command"]
-    if large := [one for one in sizes if one[1] > most]:
+    if large := [entry for entry in sizes if entry[1] > limit]:
         (place, size), count = large[0], f"{len(large):,} of {len(prompts):,} rows are so large"
         raise UserError(
-            f"{place}: the row has {size:,} bytes as {TASK_NAME}, and Linux starts no program with more than {most:,} "
+            f"{place}: the row has {size:,} bytes as {TASK_NAME}, and Linux starts no program with more than {limit:,} "
             f"in a variable ({count}); leave large values out of the row, and have the program read them from a file "
             "that the row names (rl.environment.allow)"
         )
-    for words in map(found_program, (table.command, table.score_command)):
-        at = next((at for at, word in enumerate(words) if word.endswith(".py")), 0)
-        is_python = at and Path(words[0]).name.startswith("python") and not {"-c", "-m"} & {*words[:at]}
-        for package in declared_packages(Path(words[at])) if is_python else ():
-            asked, programs = [*words[:at], "-c", _VERSION, package.name], Programs(table.variables, table.allow)
-            with tempfile.TemporaryDirectory() as folder:
-                ended = asyncio.run(programs.run(asked, folder, {}, table.seconds, b""))
-            found = ended.fault or ended.output.strip()
-            if ended.fault or not package.specifier.contains(found, prereleases=True):
+    programs = Programs(table.variables, table.allow)
+    for command in (table.command, table.score_command):
+        words = found_program(command)
+        index = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
+        is_python = index and Path(words[0]).name.startswith("python") and not {"-c", "-m"} & {*words[:index]}
+        for package in declared_packages(Path(words[index])) if is_python else ():
+            question = [*words[:index], "-c", _VERSION, package.name]
+            outcome = asyncio.run(
+                programs.run_alone(question, table.seconds, is_scoring=command is table.score_command)
+            )
+            version = outcome.fault or outcome.output.strip()
+            if outcome.fault or not package.specifier.contains(version, prereleases=True):
                 raise UserError(
-                    f"rl.environment: {words[at]} declares '{package}', and {words[0]} was asked for its version: "
-                    f"{found}; install it for that Python, or correct the command"
+                    f"rl.environment: {words[index]} declares '{package}', and {words[0]} was asked for its version: "
+                    f"{version}; install it for that Python, or correct the command"
                 )
 
 
 def kept_failure(folder: Path, number: int, which: str, prompt: Prompt, end: EpisodeEnd) -> str:
-    """A line on a failed episode, whose output is written into a file."""
-    file, which = folder / f"failure_{number:06d}.txt", f"{which}; failure {number}"
+    """Write the output of a failed episode into a file; returns a line for the log."""
+    file = folder / f"failure_{number:06d}.txt"
+    which = f"{which}; failure {number}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         head = f"{prompt.place}: {end.fault} ({which}). The end of the output:"
@@ -83,16 +86,16 @@ def kept_failure(folder: Path, number: int, which: str, prompt: Prompt, end: Epi
 
 
 def declared_packages(script: Path) -> list[Requirement]:
-    """The packages of any platform that the head of a Python script declares (PEP 723).
+    """Read the packages that the head of a Python script declares for all platforms (PEP 723).
 
     Raises:
-        UserError: it cannot be read.
+        UserError: if the head cannot be parsed.
     """
     lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
     block = [*takewhile(lambda line: line != "# ///", dropwhile(lambda line: line != "# /// script", lines))][1:]
     try:
         names = tomli.loads("\n".join(line[2:] for line in block)).get("dependencies", [])
-        return [one for one in map(Requirement, names) if one.marker is None]
+        return [requirement for requirement in map(Requirement, names) if requirement.marker is None]
     except ValueError as error:
         why = " ".join(str(error).split())
         raise UserError(f"rl.environment: {script}: {why} (in '# /// script', PEP 723); correct it") from error

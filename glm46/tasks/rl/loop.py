@@ -1,4 +1,4 @@
-"""The story of a run, one rollout after another: samples -> scores -> fields -> steps -> journal -> weights."""
+"""The main loop of RL, one rollout after another: samples -> scores -> fields -> steps -> journal -> weights."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,36 +31,47 @@ class RolloutStep(NamedTuple):
     batches: list[Batch]
     """This rank's micro-batches, with all fields."""
     next_prompt: int
-    """Number of the prompts that are handed out once this step is made."""
+    """Number of the next unused prompt once this step is made."""
     columns: dict[str, float]
-    """Of metrics, of the rollout."""
+    """Metrics of the rollout, by column."""
     model_seconds: float
-    """Of networks, for the rollout; 0 but in its first step."""
+    """Seconds of generation and of network evaluations for the rollout; 0 except in its first step."""
 
 
 class RolloutLoop:
-    """The rollouts of a run. All methods are collective.
+    """Generates, reads and trains on the rollouts of a run. All methods are collective.
 
     Args:
-        is_stopped: asked on the first rank while it waits for groups that are generated ahead.
+        is_stopped: polled on the first rank while it waits for groups that are generated ahead.
     """
 
     def __init__(
-        self, plan: Plan, sampler: Sampler, policy: PolicyGradient, builder: StepBuilder, journal: Journal,
+        self,
+        plan: Plan,
+        sampler: Sampler,
+        policy: PolicyGradient,
+        builder: StepBuilder,
+        journal: Journal,
         is_stopped: Callable[[], bool],
-    ):  # fmt: skip
-        self._plan, self._config, self._sampler = plan, sampler.config, sampler
-        self._policy, self._builder, self._journal = policy, builder, journal
+    ):
+        self._plan = plan
+        self._config = sampler.config
+        self._sampler = sampler
+        self._policy = policy
+        self._builder = builder
+        self._journal = journal
         self._is_on_policy = self._config.is_on_policy(plan.config.training.global_batch_size)
         self._unwritten: tuple[Samples, dict[str, torch.Tensor], TokenRecord] | None = None
-        """A rollout whose only step computes the old log-probabilities, its fields, and the record of these."""
+        """A rollout whose only step computes the old log-probabilities, its fields, and the record of these
+        log-probabilities."""
         self._version = -1
-        self.equal_rollouts = 0
-        """In a row up to now, whose groups all have equal rewards."""
         self._waiting: list[tuple[int, int]] | None = None
-        """`Samples.waiting` of the rollout before; None at the start."""
-        section, engine, self._ahead = sampler.section, sampler.engine, None
-        self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
+        """`Samples.waiting` of the previous rollout; None at the start."""
+        section = sampler.section
+        engine = sampler.engine
+        self._ahead = None
+        self._staleness = section.max_staleness
+        self._drops = section.when_stale == "drop"
         if isinstance(engine, ServerEngine):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
@@ -72,37 +83,39 @@ class RolloutLoop:
             engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:
-        """Yield each step, from the one that comes next on; the caller makes it, which moves ``progress``, before it
-        asks for another one. None: a stop was requested.
+        """Yield the remaining steps of the run, or None if a stop was requested.
+
+        The caller makes each step, which advances ``progress``, before it takes the next one.
 
         Raises:
-            UserError: files of the journal are damaged or missing, or too many rewards failed.
+            UserError: if files of the journal are damaged or missing, or too many rewards failed.
         """
         self._waiting = None
         self._journal.finish()
-        within, prompts = self._within(progress), progress.prompts
-        if dist.get_rank() == 0 and (line := self._journal.outlook(progress.step, within, prompts)):
+        steps_done = self._within(progress)
+        prompts = progress.prompts
+        if dist.get_rank() == 0 and (line := self._journal.outlook(progress.step, steps_done, prompts)):
             self._sampler.say(line)
         while True:
             yield from self.rollout(progress)
 
     def _within(self, progress: Progress) -> int:
-        """Steps that are made of a rollout that is begun."""
+        """Return how many steps of the current rollout have been made."""
         return progress.samples % self._config.samples_per_rollout // samples_per_step(self._plan)
 
     def rollout(self, progress: Progress) -> Iterator[RolloutStep | None]:
-        """See `steps`: those of one rollout that are not made yet."""
-        within = self._within(progress)
-        first = progress.step - within
+        """Yield the steps of the current rollout that have not been made; see `steps`."""
+        steps_done = self._within(progress)
+        first_step = progress.step - steps_done
         self._journal.finish()
-        self.write_fields()  # of the rollout before, while the next one is generated
+        self.write_fields()  # of the previous rollout, while this one is generated
         self._builder.route_at(progress.curriculum_tokens)
 
         # 1 samples, 2 scores
-        read = partial(self._journal.read, first, is_inside=within > 0, first_prompt=progress.prompts)
+        read = partial(self._journal.read, first_step, is_inside=steps_done > 0, first_prompt=progress.prompts)
         samples = read_on_first_rank(read)
         if samples is None:
-            samples = self._generate(progress, first)
+            samples = self._generate(progress, first_step)
             if samples is None:
                 yield None
                 return
@@ -113,39 +126,41 @@ class RolloutLoop:
         if self._ahead is not None and self._staleness and not samples.is_demonstration:
             self._generate_ahead(self._ahead, progress, samples)
 
-        # 3 fields: what networks say of these tokens before the first step, and what follows from rewards
-        batches, seconds = self._builder.batches(samples), 0.0
-        if within:
-            given = read_on_first_rank(partial(read_fields, self._journal.folder, first))
+        # 3 fields: network outputs for these tokens before the first step, and what follows from rewards
+        batches = self._builder.batches(samples)
+        seconds = 0.0
+        if steps_done:
+            model_fields = read_on_first_rank(partial(read_fields, self._journal.folder, first_step))
         else:
-            given, seconds = self._builder.evaluate(samples, batches)
-        fields, columns = self._training_fields(samples, given)
-        fields = given | fields
+            model_fields, seconds = self._builder.evaluate(samples, batches)
+        fields, columns = self._training_fields(samples, model_fields)
+        fields = model_fields | fields
         columns = samples.figures | {"logprob_seconds": seconds} | columns
-        self.equal_rollouts = self.equal_rollouts + 1 if columns.get("equal_groups_ratio") == 1.0 else 0
         seconds += columns.get("rollout_seconds", 0.0)
 
         # 4 steps, 5 journal
-        if not within and self._is_on_policy and not samples.is_demonstration:
+        if not steps_done and self._is_on_policy and not samples.is_demonstration:
             self._policy.record = TokenRecord(len(samples.logprobs))
             self._unwritten = samples, fields, self._policy.record
-        elif not within:
-            self._journal.write_fields(first, fields)
-        while (number := progress.step - first) < len(batches):
-            own: list[Any] = [
+        elif not steps_done:
+            self._journal.write_fields(first_step, fields)
+        while (number := progress.step - first_step) < len(batches):
+            step_batches: list[Any] = [
                 {**batch, **{name: spread(x, batch) for name, x in fields.items()}} for batch in batches[number]
             ]
-            yield RolloutStep(own, samples.next_prompt, columns, 0.0 if number > within else seconds)
+            yield RolloutStep(step_batches, samples.next_prompt, columns, 0.0 if number > steps_done else seconds)
 
     def update_weights(self, version: int) -> None:
-        """6 weights: give the engine those of the policy, which has made so many steps, if it has others."""
+        """Give the engine the policy's weights after ``version`` steps, unless it has them (6 weights)."""
         if version != self._version:
             self._sampler.engine.update(version)
             self._version = version
 
     def write_fields(self) -> None:
-        """Begin to write the fields of a rollout that waited for the old log-probabilities of its only step. No resume
-        reads them: it begins before that step or behind it."""
+        """Start writing the fields of a rollout whose only step computed its old log-probabilities.
+
+        They can be written this late because no resume reads them: it starts before that step or after it.
+        """
         if self._unwritten is None:
             return
         (samples, fields, record), self._unwritten = self._unwritten, None
@@ -154,35 +169,41 @@ class RolloutLoop:
         self._journal.write_fields(samples.step, fields)
 
     def _training_fields(
-        self, samples: Samples, given: dict[str, torch.Tensor]
+        self, samples: Samples, model_fields: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        longest, ends = self._sampler.section.max_new_tokens, step_ends(self._plan, samples)
-        fields, columns = training_fields(given, samples, ends, self._config, longest)
+        max_length = self._sampler.section.max_new_tokens
+        ends = step_ends(self._plan, samples)
+        fields, columns = training_fields(model_fields, samples, ends, self._config, max_length)
         if samples.is_demonstration:
             fields["advantages"] = torch.ones_like(fields["advantages"])
         return fields, columns
 
-    def _generate(self, progress: Progress, first: int) -> Samples | None:
-        """The rollout of a step: labels, samples of the present weights, or groups that are on their way."""
-        prompts, ahead = progress.prompts, self._ahead
-        if first < self._config.warm_up_rollouts:
-            return demonstrate(self._sampler, first, prompts)
+    def _generate(self, progress: Progress, first_step: int) -> Samples | None:
+        """Create a rollout from labels (warm-up), with the current weights, or from groups generated ahead.
+
+        Returns None if a stop was requested.
+        """
+        prompts = progress.prompts
+        ahead = self._ahead
+        if first_step < self._config.warm_up_rollouts:
+            return demonstrate(self._sampler, first_step, prompts)
         if ahead is None or self._version < 0 or not self._staleness:
             self.update_weights(progress.step)
         if ahead is None:
-            samples = generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
+            samples = generate_rollout(self._sampler, self._sampler.generate_groups, first_step, prompts)
         else:
             if self._waiting is None:
-                self._waiting = read_on_first_rank(lambda: self._journal.waiting_before(first))
+                self._waiting = read_on_first_rank(lambda: self._journal.waiting_before(first_step))
             ahead.begin(progress.step, prompts, self._waiting)
-            each, later = self._config.prompts_per_rollout, min(self._staleness, self._later_rollouts(progress))
-            if self._drops:  # a slow group is overtaken from the begin on
+            groups = self._config.prompts_per_rollout
+            rollouts_ahead = min(self._staleness, self._later_rollouts(progress))
+            if self._drops:  # other groups may replace a slow one from the start
                 self.update_weights(progress.step)
-                ahead.hand_out((1 + later) * each)
-            samples = generate_rollout(self._sampler, ahead.take, first, prompts)
+                ahead.hand_out((1 + rollouts_ahead) * groups)
+            samples = generate_rollout(self._sampler, ahead.take, first_step, prompts)
             if samples is not None:
                 self.update_weights(progress.step)
-                ahead.hand_out(later * each)
+                ahead.hand_out(rollouts_ahead * groups)
                 ahead.describe(samples)
         if samples is not None and samples.routes is not None:
             routes = torch.from_numpy(samples.routes)
@@ -198,18 +219,19 @@ class RolloutLoop:
             self._journal.finish()
 
     def _generate_ahead(self, ahead: AheadSource, progress: Progress, samples: Samples) -> None:
-        """Generate what later rollouts need, while this one trains."""
-        following = samples.step + steps_per_rollout(self._plan)
-        find = partial(self._journal.read, following, is_inside=False, first_prompt=samples.next_prompt)
-        if read_on_first_rank(lambda: find() is not None):
-            return  # the run was killed after it: what waits on the disk was handed out with it, or after it
+        """Generate groups of later rollouts in the background, while this one trains."""
+        next_step = samples.step + steps_per_rollout(self._plan)
+        read_next = partial(self._journal.read, next_step, is_inside=False, first_prompt=samples.next_prompt)
+        if read_on_first_rank(lambda: read_next() is not None):
+            return  # the run was killed after the next rollout was written, so the groups on disk belong to that one
         self.update_weights(progress.step)
-        if ahead.waiting != dict(samples.waiting):  # it was read from the journal
+        if ahead.waiting != dict(samples.waiting):  # the rollout was read from the journal
             ahead.begin(samples.step, samples.next_prompt, samples.waiting)
         ahead.go_on()
 
     def _later_rollouts(self, progress: Progress) -> int:
-        """Rollouts of the run after the one of this step."""
-        per_step = samples_per_step(self._plan) * self._plan.config.training.seq_len
-        left, per_rollout = (self._plan.budget_tokens - progress.tokens) / per_step, steps_per_rollout(self._plan)
-        return math.ceil((progress.step % per_rollout + math.ceil(left)) / per_rollout) - 1
+        """Return how many rollouts the run has after the current one."""
+        tokens_per_step = samples_per_step(self._plan) * self._plan.config.training.seq_len
+        remaining_steps = (self._plan.budget_tokens - progress.tokens) / tokens_per_step
+        steps = steps_per_rollout(self._plan)
+        return math.ceil((progress.step % steps + math.ceil(remaining_steps)) / steps) - 1

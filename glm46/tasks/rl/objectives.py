@@ -38,15 +38,23 @@ from glm46.tasks.rl.stepping import TokenRecord
 _FAR = 2.0
 """A ratio beyond this or its inverse counts in ``ratio_far``."""
 _MEANS = (
-    "clip_fraction", "old_policy_kl", "ratio_deviation", "ratio_far", "entropy", "mismatch_kl", "mismatch_logprob",
-    "correction_mean", "correction_dropped", "reference_kl",
-)  # fmt: skip
-"""Columns of metrics of the policy that are means over targets, ``ratio_deviation`` the root of one."""
-_VALUE_CLIP = 0.2  # of the approach of a value to its return, as in slime
+    "clip_fraction",
+    "old_policy_kl",
+    "ratio_deviation",
+    "ratio_far",
+    "entropy",
+    "mismatch_kl",
+    "mismatch_logprob",
+    "correction_mean",
+    "correction_dropped",
+    "reference_kl",
+)
+"""Columns of policy metrics that are means over targets; ``ratio_deviation`` is the root of a mean."""
+_VALUE_CLIP = 0.2  # largest change of a value that the critic's loss rewards, as in slime
 
 
 def critic_plan(plan: Plan) -> Plan:
-    """The plan with which `build_network` builds a critic: with its own learning rate."""
+    """Return the plan for building the critic, with its own learning rate."""
     lr = plan.config.reinforcement[0].resolved().critic.lr
     if lr is None:
         return plan
@@ -54,19 +62,18 @@ def critic_plan(plan: Plan) -> Plan:
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """The plan with which `build_network` builds the reference, which is loaded from the start of the run or from
-    [rl.reference]."""
-    (rl, _), checkpoint, training = plan.config.reinforcement, plan.config.checkpoint, plan.config.training
-    if (of := rl.reference) is not None:
-        update = {"initial_load_path": of.load_path, "initial_load_in_hf": is_huggingface(of.load_path)}
+    """Return the plan for building the reference, which is loaded from [rl.reference] or else from the run's initial
+    weights."""
+    rl, _ = plan.config.reinforcement
+    checkpoint = plan.config.checkpoint
+    if (reference := rl.reference) is not None:
+        update = {"initial_load_path": reference.load_path, "initial_load_in_hf": is_huggingface(reference.load_path)}
         checkpoint = checkpoint.model_copy(update=update)
-    if rl.reference_offload:
-        training = training.model_copy(update={"parameter_offload": True})
-    return _changed(plan, checkpoint=checkpoint, adapter=None, training=training)
+    return _changed(plan, checkpoint=checkpoint, adapter=None)
 
 
 def reward_plan(plan: Plan, load_path: str) -> Plan:
-    """The plan with which `build_frozen_network` builds a reward model, which is loaded from a step folder."""
+    """Return the plan for building a reward model, which is loaded from a step folder."""
     start = {"initial_load_path": load_path, "initial_load_in_hf": False}
     return _changed(plan, checkpoint=plan.config.checkpoint.model_copy(update=start), adapter=None)
 
@@ -76,18 +83,20 @@ def _changed(plan: Plan, **sections: Section | None) -> Plan:
 
 
 class PolicyGradient:
-    """The objective of the policy: loss of the ratio, penalty for the distance to the reference, entropy, and the loss
-    of multi-token prediction on generated tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
-    ``samples``, ``episodes``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that
-    old log-probabilities are computed with.
+    """The policy's objective: loss of the ratio, KL penalty, entropy, and the loss of multi-token prediction.
+
+    Multi-token prediction learns from generated tokens; its gradient reaches its own layers only. Totals are
+    ``targets``, ``samples``, ``episodes``, and the totals of `count_targets` for multi-token prediction. Old
+    log-probabilities are computed with the same ``form``.
     """
 
     def __init__(self, network: Network, config: ResolvedRL, temperature: float, *, is_on_policy: bool = False):
-        """With ``is_on_policy`` of `ResolvedRL` batches need no ``old_logprobs`` and no ``correction``."""
+        """With ``is_on_policy`` (see `ResolvedRL.is_on_policy`) batches need no ``old_logprobs`` or ``correction``."""
         self._is_on_policy = is_on_policy
         self.record: TokenRecord | None = None
-        """Takes the log-probabilities of a step on policy, which are the old ones of its rollout."""
-        self._network, self._config = network, config
+        """Records the log-probabilities of an on-policy step; they are the old log-probabilities of its rollout."""
+        self._network = network
+        self._config = config
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form: HeadForm = partial(token_logprobs, entropy=True, temperature=temperature)
         self.fields: tuple[str, ...] = ("sample", "sample_tokens", "episode_tokens", "advantages")
@@ -96,17 +105,17 @@ class PolicyGradient:
             self.fields += ("reference_logprobs",)
         self._fields_of_sums = (*self.fields, "rollout_logprobs")
         if config.routing_replay:
-            self.fields += ("routes",)  # the model's
+            self.fields += ("routes",)  # read by the model, not by the loss
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
 
         def count(name: str) -> int:
-            numbers = [fields_of(batch)[name][batch["labels"] != IGNORE] for batch in micro_batches]
-            return sum(len(of[of >= 0].unique()) for of in numbers)
+            by_batch = [fields_of(batch)[name][batch["labels"] != IGNORE] for batch in micro_batches]
+            return sum(len(numbers[numbers >= 0].unique()) for numbers in by_batch)
 
-        found = {"samples": count("sample"), "episodes": count("episode")}
-        return count_targets(micro_batches, self._depths) | found
+        counts = {"samples": count("sample"), "episodes": count("episode")}
+        return count_targets(micro_batches, self._depths) | counts
 
     def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism."""
@@ -114,10 +123,10 @@ class PolicyGradient:
         sequence = self._network.cluster.meshes.sequence
         # The loss of a token depends on all ranks' parts of its sample.
         sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
-        samples = max(totals["samples"], 1)  # without any, padding has a place to be summed into
+        samples = max(totals["samples"], 1)  # at least 1: padding is summed into index 0
         batch = self._with_old(batch, output.logprobs, samples, sum_parts)
         losses, _ = self._token_losses(output.logprobs, batch, samples, sum_parts)
-        # Without a weight its gradient is zeros, which cost a second tensor as large as the logits.
+        # With weight 0, detach: a gradient of zeros would cost another tensor as large as the logits.
         entropy = output.entropy if self._config.entropy_weight else output.entropy.detach()
         figures = {"loss": losses.loss, "entropy": entropy, "kl": self._penalty(output.logprobs, batch)}
         loss = self._total({name: self._reduced(value, batch).sum() for name, value in figures.items()}, totals)
@@ -130,10 +139,14 @@ class PolicyGradient:
         return loss
 
     def _with_old(self, batch: Fields, logprobs: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor]) -> Fields:
-        """With what `training_fields` computes of old log-probabilities, where they are those of the step itself."""
+        """Add ``old_logprobs`` and ``correction`` to an on-policy batch, whose old log-probabilities are its own.
+
+        Off policy the batch already has them from `training_fields`.
+        """
         if not self._is_on_policy:
             return batch
-        old, sample = logprobs.detach(), batch["sample"]
+        old = logprobs.detach()
+        sample = batch["sample"]
         sums = partial(sum_over_samples, sample=sample, samples=samples, sum_parts=sum_parts)
         weights = correction_weights(old.double() - batch["rollout_logprobs"], sums, self._config.correction)
         return {**batch, "old_logprobs": old, "correction": weights.float().where(sample >= 0, 0.0)}
@@ -141,9 +154,11 @@ class PolicyGradient:
     def _token_losses(
         self, logprobs: Tensor, batch: Fields, samples: int, sum_parts: Callable[[Tensor], Tensor]
     ) -> tuple[TokenLosses, Tensor]:
-        """Corrected losses of the tokens, and their ratios; of the shape of ``logprobs``."""
-        config, clip = self._config, self._config.clip
-        old, advantages = batch["old_logprobs"], batch["advantages"]
+        """Compute corrected losses of the tokens, and their ratios, in the shape of ``logprobs``."""
+        config = self._config
+        clip = self._config.clip
+        old = batch["old_logprobs"]
+        advantages = batch["advantages"]
         if config.ratio == "sequence":
             ratio = sequence_ratio(logprobs, old, batch["sample"], batch["sample_tokens"], samples, sum_parts)
         else:
@@ -153,22 +168,22 @@ class PolicyGradient:
         elif clip.kind == "tv":
             losses = masked_loss(ratio, logprobs, old, advantages, clip.low, clip.high)
         else:
-            losses = clipped_loss(ratio, advantages, clip.low, clip.high, clip.dual)
+            losses = clipped_loss(ratio, advantages, clip.low, clip.high)
         return losses._replace(loss=losses.loss * batch["correction"]), ratio
 
     def _penalty(self, logprobs: Tensor, batch: Fields) -> Tensor:
-        """KL estimate of each token that the loss contains; zeros without one."""
+        """Estimate the KL divergence at each token for the penalty in the loss; zeros if the loss has no penalty."""
         kl = self._config.kl
         if kl.weight == 0 or kl.where == "reward":
             return torch.zeros_like(logprobs)
         return kl_estimate(logprobs, batch[f"{kl.to}_logprobs"], kl.estimator)
 
     def _reduced(self, values: Tensor, batch: Fields) -> Tensor:
-        """Values of tokens with their weights in the sum that `_total` divides."""
+        """Weight values of tokens for the sum that `_total` divides."""
         return values / batch["episode_tokens"].clamp(min=1) if self._config.reduction == "sample_mean" else values
 
     def _total(self, sums: Mapping[str, Any], totals: Mapping[str, Any]) -> Any:
-        """The loss from `_reduced` sums."""
+        """Compute the loss from sums of `_reduced` values."""
         config = self._config
         denominator = {
             "token_mean": totals["targets"],
@@ -179,46 +194,53 @@ class PolicyGradient:
         return loss / max(denominator, 1)
 
     def empty_sums(self) -> dict[str, Tensor]:
-        """FP64 []: over tokens; ``loss``, ``policy_kl`` and ``policy_entropy`` as the reduction weighs them. With
-        prediction depths ``mtp_losses`` [K]."""
+        """See `Objective.empty_sums`. FP64 [] sums over tokens; ``loss``, ``policy_kl`` and ``policy_entropy`` are
+        weighted as the reduction requires. With prediction depths also ``mtp_losses`` [K]."""
         sums = {name: torch.zeros((), dtype=torch.float64) for name in ("loss", "policy_kl", "policy_entropy", *_MEANS)}
         return sums | ({"mtp_losses": torch.zeros(self._depths, dtype=torch.float64)} if self._depths else {})
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
         assert output.logprobs is not None and output.entropy is not None
-        of_mtp = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
-        own = torch.stack([output.logprobs, output.entropy])
-        logprobs, entropy = self._network.whole_rows(own, batch)
+        mtp_sums = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
+        stacked = torch.stack([output.logprobs, output.entropy])
+        logprobs, entropy = self._network.whole_rows(stacked, batch)
         if self._is_on_policy and self.record is not None:
             self.record.add(batch, logprobs)
-        of: Fields = {name: copy_to_device(fields_of(batch)[name], logprobs.device) for name in self._fields_of_sums}
-        samples = max(int(of["sample"].max()) + 1, 1)
-        of = self._with_old(of, logprobs, samples, lambda sums: sums)
-        losses, ratio = self._token_losses(logprobs, of, samples, lambda sums: sums)
-        is_token, old = of["sample_tokens"] > 0, of["old_logprobs"]
+        fields: Fields = {
+            name: copy_to_device(fields_of(batch)[name], logprobs.device) for name in self._fields_of_sums
+        }
+        samples = max(int(fields["sample"].max()) + 1, 1)
+        fields = self._with_old(fields, logprobs, samples, lambda sums: sums)
+        losses, ratio = self._token_losses(logprobs, fields, samples, lambda sums: sums)
+        is_token = fields["sample_tokens"] > 0
+        old = fields["old_logprobs"]
         figures = {
-            "loss": self._reduced(losses.loss, of),
-            "policy_kl": self._reduced(self._penalty(logprobs, of), of),
-            "policy_entropy": self._reduced(entropy, of),
+            "loss": self._reduced(losses.loss, fields),
+            "policy_kl": self._reduced(self._penalty(logprobs, fields), fields),
+            "policy_entropy": self._reduced(entropy, fields),
             "clip_fraction": losses.is_clipped & is_token,
             "old_policy_kl": kl_estimate(old, logprobs, "k3"),
             "ratio_deviation": (ratio - 1).square() * is_token,
             "ratio_far": ((ratio > _FAR) | (ratio < 1 / _FAR)) & is_token,
-            "mismatch_kl": kl_estimate(of["rollout_logprobs"], old, "k3"), "entropy": entropy,
-            "mismatch_logprob": (old - of["rollout_logprobs"]).abs(), "correction_mean": of["correction"],
-            "correction_dropped": (of["correction"] == 0) & is_token,
-        }  # fmt: skip
+            "mismatch_kl": kl_estimate(fields["rollout_logprobs"], old, "k3"),
+            "entropy": entropy,
+            "mismatch_logprob": (old - fields["rollout_logprobs"]).abs(),
+            "correction_mean": fields["correction"],
+            "correction_dropped": (fields["correction"] == 0) & is_token,
+        }
         if self._config.has_reference:
-            figures["reference_kl"] = kl_estimate(logprobs, of["reference_logprobs"], "k3")
-        share = self._network.cluster.layout.ranks_per_dp_rank
-        return {name: value.sum().double() / share for name, value in figures.items()} | of_mtp
+            figures["reference_kl"] = kl_estimate(logprobs, fields["reference_logprobs"], "k3")
+        ranks = self._network.cluster.layout.ranks_per_dp_rank
+        return {name: value.sum().double() / ranks for name, value in figures.items()} | mtp_sums
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`."""
-        of = {name: sums[name].item() for name in self.empty_sums() if name != "mtp_losses"}
-        weighted = {"loss": of["loss"], "kl": of["policy_kl"], "entropy": of["policy_entropy"]}
-        row = {"loss": self._total(weighted, totals)} | {name: of[name] / max(totals["targets"], 1) for name in _MEANS}
+        values = {name: sums[name].item() for name in self.empty_sums() if name != "mtp_losses"}
+        weighted = {"loss": values["loss"], "kl": values["policy_kl"], "entropy": values["policy_entropy"]}
+        row = {"loss": self._total(weighted, totals)} | {
+            name: values[name] / max(totals["targets"], 1) for name in _MEANS
+        }
         row["ratio_deviation"] **= 0.5
         if not self._config.has_reference:
             del row["reference_kl"]
@@ -230,7 +252,7 @@ class PolicyGradient:
 
 
 class ValueLoss:
-    """The objective of the critic: clipped squared error at each token with a label. Its total: ``targets``."""
+    """The critic's objective: clipped squared error at each token with a label. Its only total is ``targets``."""
 
     def __init__(self, network: Network, config: ResolvedRL):
         self._network = network
@@ -252,7 +274,7 @@ class ValueLoss:
         return self._losses(output.values, batch).loss.sum() / max(totals["targets"], 1)
 
     def empty_sums(self) -> dict[str, Tensor]:
-        """FP64 []: over tokens."""
+        """See `Objective.empty_sums`. FP64 [] sums over tokens."""
         names = ("loss", "clipped", "error", "error_square", "return", "return_square")
         return {name: torch.zeros((), dtype=torch.float64) for name in names}
 
@@ -260,20 +282,25 @@ class ValueLoss:
         """See `Objective.sums`. Collective under context parallelism."""
         assert output.values is not None
         values = self._network.whole_rows(output.values.unsqueeze(0), batch)[0]
-        of = {name: copy_to_device(fields_of(batch)[name], values.device) for name in self.fields}
-        losses, returns = self._losses(values, of), of["returns"].double()
-        error = (returns - values) * (of["sample_tokens"] > 0)
+        fields = {name: copy_to_device(fields_of(batch)[name], values.device) for name in self.fields}
+        losses = self._losses(values, fields)
+        returns = fields["returns"].double()
+        error = (returns - values) * (fields["sample_tokens"] > 0)
         figures = {
-            "loss": losses.loss, "clipped": losses.is_clipped, "error": error, "error_square": error.square(),
-            "return": returns, "return_square": returns.square(),
-        }  # fmt: skip
-        share = self._network.cluster.layout.ranks_per_dp_rank
-        return {name: value.sum().double() / share for name, value in figures.items()}
+            "loss": losses.loss,
+            "clipped": losses.is_clipped,
+            "error": error,
+            "error_square": error.square(),
+            "return": returns,
+            "return_square": returns.square(),
+        }
+        ranks = self._network.cluster.layout.ranks_per_dp_rank
+        return {name: value.sum().double() / ranks for name, value in figures.items()}
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`. Explained variance: 1 - Var(return - value) / Var(return)."""
-        mean = {name: sums[name].item() / max(totals["targets"], 1) for name in self.empty_sums()}
-        of_error = mean["error_square"] - mean["error"] ** 2
-        of_returns = mean["return_square"] - mean["return"] ** 2
-        row = {"loss": mean["loss"], "clip_fraction": mean["clipped"], "return_mean": mean["return"]}
-        return row | ({"explained_variance": 1 - of_error / of_returns} if of_returns > 1e-12 else {})
+        means = {name: sums[name].item() / max(totals["targets"], 1) for name in self.empty_sums()}
+        error_variance = means["error_square"] - means["error"] ** 2
+        return_variance = means["return_square"] - means["return"] ** 2
+        row = {"loss": means["loss"], "clip_fraction": means["clipped"], "return_mean": means["return"]}
+        return row | ({"explained_variance": 1 - error_variance / return_variance} if return_variance > 1e-12 else {})

@@ -1,4 +1,4 @@
-"""Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
+"""Packs samples of a rollout into micro-batches: few rows of whole samples, balanced over the ranks, little padding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
@@ -16,7 +16,8 @@ from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.samples import Samples
 
 _KEYS_OF_ROW = SHARED_KEYS - 1
-"""Most keys that the documents of a row see together, in rows, before the shared prefixes see their own."""
+"""Most keys that the documents of a row attend to in total, in multiples of a row's tokens; shared prefixes, which
+attend to themselves, add at most one row's tokens to reach `SHARED_KEYS`."""
 
 
 class PackShape(NamedTuple):
@@ -25,42 +26,44 @@ class PackShape(NamedTuple):
     seq_len: int
     """Tokens of a row."""
     rows: int
-    """Most rows of a micro-batch on each rank; all have equally many."""
+    """Most rows of a micro-batch on each rank; all micro-batches have the same number."""
     ranks: int
     """Data-parallel ranks."""
     micro_batches: Callable[[int], int] | None
-    """Their number on each rank, from the least that has room for all rows, where a pipeline needs some numbers and one
-    size."""
+    """With a pipeline, which needs certain numbers of micro-batches of one size: rounds up the smallest number per rank
+    that holds all rows. None without a pipeline."""
     mtp_depth: int
-    """Prediction layers that batches have tokens for."""
+    """Number of prediction layers that batches have tokens for."""
     model: ModelShape | None = None
-    """Given under routing replay."""
+    """Shape of the model under routing replay, otherwise None."""
     shares_prompts: bool = False
-    """The samples of a prompt that lie in one row have its tokens once."""
+    """True if samples of one prompt in the same row share one copy of its tokens."""
 
 
 class Item(NamedTuple):
-    """A sample that is to be packed."""
+    """A sample to pack."""
 
     prompt: int
     """Equal for samples that can share their prompt."""
     shared: int
-    """Tokens that they share: those of the prompt but its last one, which predicts the completion."""
-    own: int
+    """Tokens that can be shared: the prompt except its last token, which predicts the completion."""
+    unshared: int
+    """The other tokens, except the last one, which is only a label."""
 
     @property
     def length(self) -> int:
-        """Tokens that it has alone."""
-        return self.shared + self.own
+        """Tokens of the sample if it shares none."""
+        return self.shared + self.unshared
 
 
 def items_of(samples: Samples, numbers: range, shape: PackShape) -> list[Item]:
-    """Some samples of a rollout; each has a prompt of its own unless they share them."""
+    """Describe these samples of a rollout for packing. Samples that cannot share a prompt get different ``prompt``."""
     prompts: dict[tuple[int, bytes, bytes], int] = {}
     items = []
     for number in numbers:
         start, end = samples.bounds(number)
-        shared, routes = int(samples.prompt_lengths[number]) - 1, b""
+        shared = int(samples.prompt_lengths[number]) - 1
+        routes = b""
         if samples.routes is not None:
             routes = samples.routes[start - number : start - number + shared].tobytes()
         # The samples of an episode may have different prompts.
@@ -71,91 +74,110 @@ def items_of(samples: Samples, numbers: range, shape: PackShape) -> list[Item]:
 
 
 def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]:
-    """Distribute samples: for each rank its micro-batches, each a list of rows, each a list of numbers of samples.
+    """Distribute samples over rows, and rows over ranks.
 
-    A row holds at most ``seq_len`` tokens; rows do not depend on the ranks, and are dealt to them so that these compute
-    equally much attention and equally many micro-batches, at least one, of as many rows as their number needs. Rows
-    that are missing at the end are padding.
+    A row holds at most ``seq_len`` tokens. Rows do not depend on the number of ranks. They are dealt so that the ranks
+    compute about the same attention and the same number of micro-batches, at least one, with as few rows as possible.
+    Missing rows are empty, that is padding.
+
+    Returns:
+        For each rank its micro-batches, each a list of rows, each a list of sample numbers.
     """
     rows = _rows(items, shape.seq_len)
     parts = [_documents(row, items) for row in rows]
-    cost = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in of_row) for of_row in parts]
-    count, height = len(rows), shape.rows
-    least = -(-max(count, 1) // shape.ranks)
-    batches = -(-least // height)
+    costs = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in documents) for documents in parts]
+    count = len(rows)
+    height = shape.rows
+    min_rows = -(-max(count, 1) // shape.ranks)
+    batches = -(-min_rows // height)
     if shape.micro_batches is not None:
         batches = shape.micro_batches(batches)
     else:
-        height = -(-least // batches)
+        height = -(-min_rows // batches)
     per_rank = batches * height
-    of_ranks, loads = [list[int]() for _ in range(shape.ranks)], [0] * shape.ranks
-    for row in sorted(range(count), key=lambda row: -cost[row]):
-        rank = min((r for r in range(shape.ranks) if len(of_ranks[r]) < per_rank), key=loads.__getitem__)
-        of_ranks[rank].append(row)
-        loads[rank] += cost[row]
-    dealt = [[rows[row] for row in of_rank] + [[] for _ in range(per_rank - len(of_rank))] for of_rank in of_ranks]
-    return [[of_rank[first : first + height] for first in range(0, per_rank, height)] for of_rank in dealt]
+    by_rank = [list[int]() for _ in range(shape.ranks)]
+    loads = [0] * shape.ranks
+    for row in sorted(range(count), key=lambda row: -costs[row]):
+        rank = min((r for r in range(shape.ranks) if len(by_rank[r]) < per_rank), key=loads.__getitem__)
+        by_rank[rank].append(row)
+        loads[rank] += costs[row]
+    padded = [
+        [rows[row] for row in rank_rows] + [[] for _ in range(per_rank - len(rank_rows))] for rank_rows in by_rank
+    ]
+    return [[rank_rows[first : first + height] for first in range(0, per_rank, height)] for rank_rows in padded]
 
 
 def join(
-    of_ranks: Sequence[Sequence[Sequence[Sequence[int]]]], items: Sequence[Item], multiple: int, most: int
+    by_rank: Sequence[Sequence[Sequence[Sequence[int]]]], items: Sequence[Item], multiple: int, max_tokens: int
 ) -> tuple[list[list[list[list[int]]]], int]:
-    """Put the rows of each micro-batch behind each other in one row, without the padding at their ends.
+    """Concatenate the rows of each micro-batch into one row, without the padding at their ends.
 
     Args:
-        of_ranks: result of `pack`.
-        multiple: of the tokens of a row.
-        most: tokens that a micro-batch may have.
+        by_rank: result of `pack`.
+        multiple: the length of a row is a multiple of this.
+        max_tokens: most tokens of a micro-batch.
 
     Returns:
-        The same with one row in each micro-batch, and the tokens of a row: as many as the longest one of all needs,
+        The same with one row in each micro-batch, and the length of all rows: the length that the longest row needs,
         so that micro-batches have equal shapes.
     """
-    found, longest = list[list[list[list[int]]]](), 1
-    for of_rank in of_ranks:
-        found.append([])
-        for rows in of_rank:
-            of_prompts: dict[int, list[int]] = {}
+    joined = list[list[list[list[int]]]]()
+    width = 1
+    for rank_batches in by_rank:
+        joined.append([])
+        for rows in rank_batches:
+            by_prompt: dict[int, list[int]] = {}
             for number in chain(*rows):  # two rows may have samples of one prompt
-                of_prompts.setdefault(items[number].prompt, []).append(number)
-            row = [*chain(*of_prompts.values())]
-            shared = sum(items[numbers[0]].shared for numbers in of_prompts.values())
-            longest = max(longest, shared + sum(items[number].own for number in row))
-            found[-1].append([row])
-    return found, min(-(-longest // multiple) * multiple, most)
+                by_prompt.setdefault(items[number].prompt, []).append(number)
+            row = [*chain(*by_prompt.values())]
+            shared = sum(items[numbers[0]].shared for numbers in by_prompt.values())
+            width = max(width, shared + sum(items[number].unshared for number in row))
+            joined[-1].append([row])
+    return joined, min(-(-width // multiple) * multiple, max_tokens)
 
 
 def _rows(items: Sequence[Item], seq_len: int) -> list[list[int]]:
-    """Numbers of the samples of each row, those of a prompt together. Prompt by prompt, longest first, each goes
-    into the row that has the prompt, or else the fullest one that has room for both."""
-    of_prompts: dict[int, list[int]] = {}
+    """Assign samples to rows; returns the sample numbers of each row, samples of a prompt together.
+
+    Prompts are placed in descending order of their tokens. Each sample goes into the row that has its prompt, or else
+    into the fullest row that has room for sample and prompt.
+    """
+    by_prompt: dict[int, list[int]] = {}
     for number, item in enumerate(items):
-        of_prompts.setdefault(item.prompt, []).append(number)
-    for numbers in of_prompts.values():
-        numbers.sort(key=lambda number: -items[number].own)
+        by_prompt.setdefault(item.prompt, []).append(number)
+    for numbers in by_prompt.values():
+        numbers.sort(key=lambda number: -items[number].unshared)
     rows: list[list[int]] = []
-    free, keys = np.zeros(len(items), np.int64), np.full(len(items), _KEYS_OF_ROW * seq_len)
-    for numbers in sorted(of_prompts.values(), key=lambda numbers: -sum(items[n].length for n in numbers)):
-        here, room, keys_left = -1, 0, 0  # of the row of the prompt: reading arrays number by number is slow
+    free = np.zeros(len(items), np.int64)
+    keys = np.full(len(items), _KEYS_OF_ROW * seq_len)
+    for numbers in sorted(by_prompt.values(), key=lambda numbers: -sum(items[n].length for n in numbers)):
+        # Row of this prompt, and copies of its `free` and `keys`: reading single array elements is slow.
+        row = -1
+        room = 0
+        keys_left = 0
         for number in numbers:
-            _, shared, own = items[number]
-            length = needed = shared + own
-            if here >= 0 and room >= own and keys_left >= length:
-                needed = own
+            _, shared_tokens, own_tokens = items[number]
+            length = needed = shared_tokens + own_tokens
+            if row >= 0 and room >= own_tokens and keys_left >= length:
+                needed = own_tokens
             else:
-                if here >= 0:
-                    free[here], keys[here] = room, keys_left
+                if row >= 0:
+                    free[row] = room
+                    keys[row] = keys_left
                 has_room = (free[: len(rows)] >= length) & (keys[: len(rows)] >= length)
                 if has_room.any():
-                    here = int(np.where(has_room, free[: len(rows)], seq_len + 1).argmin())
+                    row = int(np.where(has_room, free[: len(rows)], seq_len + 1).argmin())
                 else:
-                    here = len(rows)
+                    row = len(rows)
                     rows.append([])
-                    free[here] = seq_len
-                room, keys_left = int(free[here]), int(keys[here])
-            rows[here].append(number)
-            room, keys_left = room - needed, keys_left - length
-        free[here], keys[here] = room, keys_left
+                    free[row] = seq_len
+                room = int(free[row])
+                keys_left = int(keys[row])
+            rows[row].append(number)
+            room = room - needed
+            keys_left = keys_left - length
+        free[row] = room
+        keys[row] = keys_left
     return rows
 
 
@@ -165,18 +187,20 @@ _PADDING = {"input_ids": 0, "positions": 0, "document_ids": -1, "labels": IGNORE
 def build_batch(
     samples: Samples, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item], width: int
 ) -> Batch:
-    """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, ``episode``, which is
-    ``sample`` in the first one of each episode and else -1, and ``place``, the number of each label among the rollout's
-    targets, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
-    `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
-    ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
-    depth k predicts is a target, too.
+    """Build a micro-batch of samples.
+
+    Its fields, int64 [B, S = width]: ``input_ids``, ``positions``, ``document_ids``, ``labels``; ``sample``, the number
+    of the sample in the step; ``episode``, equal to ``sample`` in the first sample of each episode, otherwise -1;
+    ``place``, the index of each label among the rollout's targets; ``prefix_ids`` if samples share prompts, see
+    `attention_layout`. Under routing replay also ``routes``, marked as missing where the rollout has no routes. For
+    prediction layers ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one
+    and the token that depth k predicts is a target, too.
 
     Args:
-        rows: numbers of samples in the step.
-        first: number in the rollout of the step's first sample.
-        items: of the step.
-        width: tokens of a row: ``shape.seq_len``, or those that `join` says.
+        rows: for each row the numbers of its samples in the step.
+        first: number of the step's first sample in the rollout.
+        items: all samples of the step.
+        width: tokens of a row: ``shape.seq_len``, or the length that `join` returns.
     """
     fill = _PADDING | {"sample": -1, "episode": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
     arrays = {name: np.full((len(rows), width), value) for name, value in fill.items()}
@@ -185,72 +209,83 @@ def build_batch(
         arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
     for name in ("input_ids", "labels") if depths else ():
         arrays[f"mtp_{name}"] = np.full((len(rows), width, len(depths)), fill[name])
-    documents = np.array([
-        (row, document, sample, begin, end, -1 if prefix is None else prefix)
-        for row, of_row in enumerate(rows)
-        for document, (sample, begin, end, prefix) in enumerate(_documents(of_row, items))
-    ], np.int64).reshape(-1, 6)  # fmt: skip
+    documents = np.array(
+        [
+            (row, document, sample, begin, end, -1 if prefix is None else prefix)
+            for row, row_samples in enumerate(rows)
+            for document, (sample, begin, end, prefix) in enumerate(_documents(row_samples, items))
+        ],
+        np.int64,
+    ).reshape(-1, 6)
     lengths = documents[:, 4] - documents[:, 3]
     row, document, sample, begin, _, prefix = documents.repeat(lengths, 0).T
     token = np.arange(len(row))
     position = begin + token - (lengths.cumsum() - lengths).repeat(lengths)
     number = first + sample
     last = samples.ends[number] - 1
-    here = samples.ends[number] - samples.lengths[number] + position  # index among all tokens of the rollout
+    index = samples.ends[number] - samples.lengths[number] + position  # index among all tokens of the rollout
 
-    def ahead(count: int, values: np.ndarray, none: int | None = None) -> np.ndarray:
-        """Values of the tokens so far behind each token; behind the last one of a sample none, or those of this."""
-        found = values[np.minimum(here + count, last)]
-        return found if none is None else np.where(here + count > last, none, found)
+    def ahead(count: int, values: np.ndarray, absent: int | None = None) -> np.ndarray:
+        """Return the values ``count`` tokens ahead of each token. Past the end of its sample this is ``absent``, or the
+        value of the sample's last token if ``absent`` is None."""
+        result = values[np.minimum(index + count, last)]
+        return result if absent is None else np.where(index + count > last, absent, result)
 
-    place, targets = ahead(1, samples.places, -1), np.where(samples.targets >= 0, samples.targets, IGNORE)
+    place = ahead(1, samples.places, -1)
+    targets = np.where(samples.targets >= 0, samples.targets, IGNORE)
     is_first = np.diff(samples.episode, prepend=-1) != 0
-    found = {
-        "input_ids": samples.tokens[here], "positions": position, "document_ids": document, "prefix_ids": prefix,
-        "labels": ahead(1, targets, IGNORE), "place": place, "sample": np.where(place >= 0, sample, -1),
+    columns = {
+        "input_ids": samples.tokens[index],
+        "positions": position,
+        "document_ids": document,
+        "prefix_ids": prefix,
+        "labels": ahead(1, targets, IGNORE),
+        "place": place,
+        "sample": np.where(place >= 0, sample, -1),
         "episode": np.where((place >= 0) & is_first[number], sample, -1),
-    }  # fmt: skip
-    if samples.routes is not None:  # one fewer of each sample than tokens
-        found["routes"] = samples.routes[here - number]
+    }
+    if samples.routes is not None:  # each sample has one row fewer than tokens
+        columns["routes"] = samples.routes[index - number]
     if depths:
-        found["mtp_input_ids"] = np.stack([ahead(depth, samples.tokens) for depth in depths], 1)
-        # As the main model at these places, so that the loss does not depend on who shares a prompt.
-        of_depths = [np.where(place >= 0, ahead(depth + 1, targets, IGNORE), IGNORE) for depth in depths]
-        found["mtp_labels"] = np.stack(of_depths, 1)
-    for name in arrays.keys() & found.keys():
-        arrays[name][row, token - np.searchsorted(row, row)] = found[name]
+        columns["mtp_input_ids"] = np.stack([ahead(depth, samples.tokens) for depth in depths], 1)
+        # Labels only where the main model has them, so that the loss does not depend on which samples share a prompt.
+        mtp_labels = [np.where(place >= 0, ahead(depth + 1, targets, IGNORE), IGNORE) for depth in depths]
+        columns["mtp_labels"] = np.stack(mtp_labels, 1)
+    for name in arrays.keys() & columns.keys():
+        arrays[name][row, token - np.searchsorted(row, row)] = columns[name]
     batch: Any = {name: torch.from_numpy(values) for name, values in arrays.items()}
     return batch | {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
 
 
 def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[int, int, int, int | None]]:
-    """The documents of a row: a sample, the range of its tokens, and the number of the document before them."""
+    """Yield the documents of a row: sample, start and end of its tokens, and the number of the document with its shared
+    prompt or None."""
     document = 0
     for _, group in groupby(samples, key=lambda number: items[number].prompt):
-        of_prompt = list(group)
-        shared = items[of_prompt[0]].shared
-        if len(of_prompt) == 1:
-            yield of_prompt[0], 0, items[of_prompt[0]].length, None
+        numbers = list(group)
+        shared = items[numbers[0]].shared
+        if len(numbers) == 1:
+            yield numbers[0], 0, items[numbers[0]].length, None
             document += 1
             continue
-        yield of_prompt[0], 0, shared, None
-        for sample in of_prompt:
+        yield numbers[0], 0, shared, None
+        for sample in numbers:
             yield sample, shared, items[sample].length, document
-        document += 1 + len(of_prompt)
+        document += 1 + len(numbers)
 
 
 def fields_of(batch: Batch) -> Mapping[str, Tensor]:
-    """A batch with the fields that are not of every task."""
+    """Return a batch as a mapping, for access to fields that only some tasks have."""
     fields: Mapping[str, Any] = batch
     return fields
 
 
 def spread(values: Tensor, batch: Batch) -> Tensor:
-    """Values of all targets of a rollout, FP32 [G], at their labels in a batch: FP32 [B, S], 0 elsewhere."""
-    return torch.cat([values, values.new_zeros(1)])[fields_of(batch)["place"]]  # -1 is the last one
+    """Move values of all targets of a rollout, FP32 [G], to their labels in a batch: FP32 [B, S], 0 elsewhere."""
+    return torch.cat([values, values.new_zeros(1)])[fields_of(batch)["place"]]  # index -1 is the added zero
 
 
 def collect(values: Tensor, batch: Batch, into: Tensor) -> None:
-    """The inverse of `spread`: write the values of a batch's labels, FP32 [B, S], into those of the rollout."""
+    """Write the values of a batch's labels, FP32 [B, S], into the values of the rollout; the inverse of `spread`."""
     place = fields_of(batch)["place"]
     into[place[place >= 0]] = values[place >= 0].to(into.dtype)

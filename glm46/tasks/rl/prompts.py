@@ -1,5 +1,6 @@
-"""Prompts of a file as token ids, with their labels, and the order in which they are handed out."""
+"""Reads prompts and labels from a file, checks the labels, and decides the order of prompts."""
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -10,18 +11,19 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
 from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.chat_rows import text_or_messages
 from glm46.storage.chats.chat_template import format_of, raise_for_kept_thoughts
 from glm46.storage.chats.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.readers import file_rows
-from glm46.storage.prepare.rows import BadDocument
+from glm46.storage.prepare.rows import BadDocument, strings_fault
 from glm46.tasks.rl.rewards.answer import Answer
 from glm46.tasks.rl.rewards.function_pool import READ_LABELS, FunctionPool
 
 _FAULTS_SHOWN = 5
 _COMPARED = {"exact": "{}", "choice": "\\boxed{{{}}}", "math": "\\boxed{{{}}}"}
-"""Rewards that compare texts, and how an answer states its result."""
+"""Rewards that compare texts, and the format of a result in an answer."""
 
 
 class Prompt(NamedTuple):
@@ -29,32 +31,34 @@ class Prompt(NamedTuple):
 
     tokens: list[int]
     text: str
-    """The last message."""
+    """Text of the last message."""
     label: Any
-    """None if there is none."""
+    """Label, or None without one."""
     place: str = ""
     """File and line."""
     row: Any = None
-    """Of the file."""
+    """Row of the file that the prompt was read from."""
 
 
 def read_prompts(
     file: Path, keys: PromptsConfig, tokenizer: Tokenizer, *, most_tokens: int, needs_label: bool
 ) -> list[Prompt]:
-    """All prompts of a file in its order.
+    """Read all prompts of a file, in its order.
 
     Args:
-        keys: which key of a row is what, and whether the model may think.
-        most_tokens: of a prompt.
-        needs_label: whether each row must have a label.
+        keys: keys of the rows, and whether the model may think.
+        most_tokens: most tokens of a prompt.
+        needs_label: True if each row must have a label.
 
     Raises:
-        UserError: the format cannot keep thoughts, the file cannot be read, or with file and line what is wrong with
-            its first bad rows.
+        UserError: if the chat format cannot keep thoughts, if the file cannot be read, or if rows are bad; the message
+            names file and line of the first of them.
     """
     if keys.keep_thoughts:
         raise_for_kept_thoughts(tokenizer, "rl.prompts.keep_thoughts = true")
-    prompts, faults, too_long = [], [], []
+    prompts = []
+    faults = []
+    too_long = []
     if not file.is_file():
         raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
     for place, row in file_rows(file, keys.prompt_key):
@@ -68,10 +72,10 @@ def read_prompts(
             if len(faults) == _FAULTS_SHOWN:
                 break
     if too_long:
-        (place, tokens), longest = too_long[0], max(length for _, length in too_long)
+        (place, tokens), max_length = too_long[0], max(length for _, length in too_long)
         faults.append(
             f"{place}: {tokens} tokens, and training.seq_len leaves {most_tokens} beside the longest completion; "
-            f"{len(too_long):,} of {len(prompts):,} prompts are so long, up to {longest:,} tokens: leave them out, "
+            f"{len(too_long):,} of {len(prompts):,} prompts are so long, up to {max_length:,} tokens: leave them out, "
             "lower rollout.max_new_tokens or raise training.seq_len"
         )
     if not prompts and not faults:
@@ -82,25 +86,26 @@ def read_prompts(
 
 
 def require_reachable_labels(prompts: Sequence[Prompt], rewards: FunctionPool, *, thinking: bool) -> None:
-    """Check that each built-in reward can judge the labels, and that those that compare texts give a label itself 1,
-    and an empty answer 0.
+    """Check that each built-in reward can judge the labels, and that rewards that compare texts give 1 to the label
+    itself and 0 to an empty answer.
 
     Args:
-        rewards: of the run: they may hang, so that it calls them.
+        rewards: pool of the run's rewards. They run in its processes because they may hang.
 
     Raises:
-        UserError: no answer could be right, or each is.
+        UserError: if no answer could be right, or if every answer is.
     """
     _check_labels(prompts, rewards.names)
-    faults, end = [], "</think>" if thinking else ""
+    faults = []
+    end = "</think>" if thinking else ""
     labels = {repr(prompt.label): prompt.label for prompt in prompts}
     for name, form in _COMPARED.items():
         if name not in rewards.names:
             continue
         firsts = ((label, label[0] if isinstance(label, list) and label else label) for label in labels.values())
-        asked = [(label, text) for label, first in firsts for text in (form.format(first), "")]
-        found = rewards.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in asked])
-        pairs = zip(labels, found[::2], found[1::2], strict=True)
+        cases = [(label, text) for label, first in firsts for text in (form.format(first), "")]
+        scores = rewards.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in cases])
+        pairs = zip(labels, scores[::2], scores[1::2], strict=True)
         wrong = {key: values for key, *values in pairs if values != [1.0, 0.0]}
         if wrong:
             label, values = next(iter(wrong.items()))
@@ -119,17 +124,24 @@ def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
     """Raise UserError with file and line of the first labels that a reward cannot judge."""
     faults = []
     for name in READ_LABELS.keys() & set(rewards):
-        # A list has several labels, of which one suffices; of code it is several tests.
-        some = {
-            repr(prompt.label): prompt.label if name != "code" and prompt.label and isinstance(prompt.label, list)
-            else [prompt.label] for prompt in prompts
-        }  # fmt: skip
-        single = {repr(label): label for labels in some.values() for label in labels}
-        known = dict(zip(single, READ_LABELS[name](list(single.values())), strict=True))
+        # A list holds alternative labels, except for the reward `code`, where it holds several tests.
+        labels_by_key = {
+            repr(prompt.label): prompt.label
+            if name != "code" and prompt.label and isinstance(prompt.label, list)
+            else [prompt.label]
+            for prompt in prompts
+        }
+        single = {repr(label): label for labels in labels_by_key.values() for label in labels}
+        label_faults = dict(zip(single, READ_LABELS[name](list(single.values())), strict=True))
         wrong = [
-            (prompt.place, repr(prompt.label), fault) for prompt in prompts
-            if (fault := next(filter(None, (known[repr(label)] for label in some[repr(prompt.label)])), ""))
-        ]  # fmt: skip
+            (prompt.place, repr(prompt.label), fault)
+            for prompt in prompts
+            if (
+                fault := next(
+                    filter(None, (label_faults[repr(label)] for label in labels_by_key[repr(prompt.label)])), ""
+                )
+            )
+        ]
         faults += [
             f"{place}: rl.rewards: {name} cannot judge the label {label:.80}: {fault} ({len(wrong):,} of "
             f"{len(prompts):,} prompts have such labels under rl.prompts.label_key)"
@@ -140,15 +152,18 @@ def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
 
 
 def answers_of_labels(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """Labels as answers without a thought, as the chat format writes them: token ids with the stop token."""
+    """Format labels as answers without a thought in the chat format: token ids with the stop token."""
     texts = [str(p.label[0] if isinstance(p.label, list) else p.label) for p in prompts]
-    line, stop = format_of(tokenizer).line, tokenizer.special["<|user|>"]
+    line = format_of(tokenizer).line
+    stop = tokenizer.special["<|user|>"]
     return [[*tokenizer.encode(f"{line}{text}").tolist(), stop] for text in texts]
 
 
 def prompt_at(number: int, count: int, seed: int) -> int:
-    """The index of the prompt that is handed out as this number: each of ``count`` once in each pass, in an order that
-    seed and pass decide."""
+    """Return the index of the prompt that is handed out as number ``number``.
+
+    Each pass hands out all ``count`` prompts once, in an order that depends on the seed and the pass.
+    """
     epoch, place = divmod(number, count)
     return int(_order(epoch, count, seed)[place])
 
@@ -159,26 +174,33 @@ def _order(epoch: int, count: int, seed: int) -> np.ndarray:
 
 
 def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
-    """The prompt of a row; ValueError if it is none."""
+    """Parse the prompt of a row.
+
+    Raises:
+        ValueError: if the row holds no valid prompt.
+    """
     if not isinstance(row, Mapping):
-        found = row.args[0] if isinstance(row, BadDocument) else type(row).__name__
-        raise ValueError(f'{found}: a JSON object is expected, such as {{"{keys.prompt_key}": "..."}}')
-    found, label = _at(row, keys.prompt_key), _at(row, keys.label_key)
+        content = row.args[0] if isinstance(row, BadDocument) else type(row).__name__
+        raise ValueError(f'{content}: a JSON object is expected, such as {{"{keys.prompt_key}": "..."}}')
+    content = text_or_messages(_at(row, keys.prompt_key))
+    label = _at(row, keys.label_key)
     if needs_label and label is None:
         raise ValueError(f"no '{keys.label_key}' (rl.prompts.label_key), which rl.rewards compare answers with")
-    if found is None:
+    if content is None:
         raise ValueError(
             f"no '{keys.prompt_key}' (rl.prompts.prompt_key) among its keys: {', '.join(row) or 'none':.200}"
         )
-    if not isinstance(found, str | list) or not found:
-        what = f"'{keys.prompt_key}' (rl.prompts.prompt_key) is {found!r:.60}"
+    if not isinstance(content, str | list) or not content:
+        what = f"'{keys.prompt_key}' (rl.prompts.prompt_key) is {content!r:.60}"
         raise ValueError(f"{what}: neither a text nor a list of messages")
+    if fault := strings_fault(json.dumps(content, ensure_ascii=False, default=str)):
+        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {fault}")
     try:
         tools = parse_tools(_at(row, keys.tools_key))
     except BadConversation as error:
         raise ValueError(f"'{keys.tools_key}' (rl.prompts.tools_key): {error}") from error
     try:
-        messages = parse_prompt(found, tools)
+        messages = parse_prompt(content, tools)
     except BadConversation as error:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
     tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts)
@@ -186,10 +208,22 @@ def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label:
 
 
 def _at(row: Mapping, key: str) -> Any:
-    """The value of a key, or of a path with dots into tables; None if it is absent."""
+    """Return the value of a key, or of a path with dots into tables, which may be stored as JSON text. None if it is
+    absent."""
     if key in row:
         return row[key]
     value: Any = row
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        table = _table(value)
+        value = None if table is None else table.get(part)
     return value
+
+
+def _table(value: Any) -> Mapping | None:
+    """Return a table, parsed if it is JSON text; None for any other value."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, Mapping) else None

@@ -1,5 +1,5 @@
-"""Rollouts from prompts, also asynchronous ones with bounded staleness, and validations: samples with their rewards,
-and the columns of metrics that they give."""
+"""Rollouts from prompts, synchronous or asynchronous with bounded staleness, and validations: samples, their rewards
+and their columns of metrics."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from glm46.compute.distributed.collective_errors import on_first_rank
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.rl_data import PromptSetConfig
-from glm46.tasks.rl.fields import differing_groups
+from glm46.tasks.rl.fields import REWARD_ROUNDING, differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, SessionSample
@@ -23,48 +23,51 @@ from glm46.tasks.rl.samples import Samples, to_samples
 from glm46.tasks.rl.sampling import Sampler, Take, rewards_and_groups
 
 MOST_ROUNDS = 8
-"""Of taking prompts in place of groups that are left out."""
+"""Most rounds of generation for one rollout, if groups are replaced."""
 _MOST_DROPPED = 0.5
-"""A larger share of samples whose rewards failed is a fault of the rewards."""
-_SHOWN, _LONGEST_SHOWN = 3, 400
+"""If a larger share of samples has no reward, the rewards are taken to be broken and the run ends."""
+_SHOWN = 3
+_LONGEST_SHOWN = 400
 
 
 def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int) -> Samples | None:
     """Generate and score a rollout; None if a stop was requested. Collective.
 
-    Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
-    `MOST_ROUNDS` rounds. The first groups in the order of prompts are used, not the first that end, which would be
-    those of short answers. A sample whose rewards failed is left out of its group.
+    Groups that dynamic sampling rejects are replaced by groups of the next prompts, in at most
+    `MOST_ROUNDS` rounds. The first groups in the order of prompts are used, not the first that finish, because these
+    have short answers. A sample whose rewards failed is removed from its group.
 
     Raises:
-        UserError: too many rewards failed.
+        UserError: if too many rewards failed.
     """
-    config, next_prompt = sampler.config, first_prompt
-    scored, kept = list[EpisodeEnd](), list[EpisodeEnd]()
+    config = sampler.config
+    next_prompt = first_prompt
+    scored = list[EpisodeEnd]()
+    kept = list[EpisodeEnd]()
     seconds = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
-    for _ in range(MOST_ROUNDS if config.replaces_groups else 1):
-        missing = config.prompts_per_rollout - len({one.group for one in kept})
+    for _ in range(MOST_ROUNDS if config.dynamic_sampling else 1):
+        missing = config.prompts_per_rollout - len({episode.group for episode in kept})
         if not missing:
             break
-        began = time.perf_counter()
-        asked = math.ceil(missing * config.over_sampling)
-        taken = take(next_prompt, asked)
-        if taken is None:
+        started = time.perf_counter()
+        requested = math.ceil(missing * config.over_sampling)
+        episodes = take(next_prompt, requested)
+        if episodes is None:
             return None
-        ended = time.perf_counter()
-        new = sampler.score(taken, {one.group: sampler.prompt(one.group) for one in taken})
-        seconds["rollout_seconds"] += ended - began
-        seconds["reward_seconds"] += time.perf_counter() - ended
-        scored += new
-        worth = sampler.worth_a_step(_rewarded(new))
-        used = sorted({one.group for one in worth})[:missing]
-        kept += [one for one in worth if one.group in used]
-        # A rollout that is full leaves the prompts behind its last one to the next rollout.
-        next_prompt = used[-1] + 1 if len(used) == missing else next_prompt + asked
-    if (count := len({one.group for one in kept})) < config.prompts_per_rollout and config.replaces_groups:
+        generated = time.perf_counter()
+        new_episodes = sampler.score(episodes, {episode.group: sampler.prompt(episode.group) for episode in episodes})
+        seconds["rollout_seconds"] += generated - started
+        seconds["reward_seconds"] += time.perf_counter() - generated
+        scored += new_episodes
+        useful = sampler.worth_a_step(_rewarded(new_episodes))
+        used_groups = sorted({episode.group for episode in useful})[:missing]
+        kept += [episode for episode in useful if episode.group in used_groups]
+        # A full rollout leaves the prompts after its last one to the next rollout.
+        next_prompt = used_groups[-1] + 1 if len(used_groups) == missing else next_prompt + requested
+    if (count := len({episode.group for episode in kept})) < config.prompts_per_rollout and config.dynamic_sampling:
         sampler.tell(
             "dynamic_sampling",
-            f"rl.dynamic_sampling, rl.filter: after {counted(MOST_ROUNDS, 'round')} only {count} of "
+            f"rl.dynamic_sampling: after {counted(MOST_ROUNDS, 'round')} only {count} of "
             f"{config.prompts_per_rollout} groups are worth a step; the rollout of step {step} goes on with "
             f"{counted(len(kept), 'sample')}",
         )
@@ -77,82 +80,99 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
 
 
 class AheadSource:
-    """The source of groups that are generated in the background. All methods are collective.
+    """Groups that are generated in the background. All methods are collective unless they say otherwise.
 
     A group that is handed out at version v of the weights is taken at the latest by the rollout that begins ``oldest``
-    steps later: it is waited for, while younger ones that are finished may overtake. Samples that are older than that,
-    because a run was resumed with a smaller bound, are generated anew. If it ``drops`` groups, it does not wait: it
-    hands out another prompt for each that is not finished then, takes those that are finished first, and ends and
-    drops those that are older at the next rollout.
+    steps later. That rollout waits for it; younger groups that are finished may be taken before. Samples that are older
+    than this, because a run was resumed with a smaller bound, are generated again. With ``drops`` it does not wait:
+    each group that is due but not finished is replaced by another prompt's, finished groups are taken first, and groups
+    that are too old by the next rollout are cancelled.
 
     Args:
         oldest: rollout.max_staleness in optimizer steps. 0: all groups of a rollout are generated by the weights that
-            it trains first, and none while these train.
-        version: of the weights that the engine has.
-        is_stopped: asked on the first rank.
+            it trains first, and none during training.
+        version: returns the version of the weights that the engine has.
+        is_stopped: polled on the first rank.
+        drops: drop groups that are too old instead of waiting for them (rollout.when_stale).
     """
 
     def __init__(
-        self, sampler: Sampler, engine: ServerEngine, *, oldest: int, version: Callable[[], int],
-        is_stopped: Callable[[], bool], drops: bool = False,
-    ):  # fmt: skip
-        self._sampler, self._oldest, self._drops = sampler, oldest, drops
+        self,
+        sampler: Sampler,
+        engine: ServerEngine,
+        *,
+        oldest: int,
+        version: Callable[[], int],
+        is_stopped: Callable[[], bool],
+        drops: bool = False,
+    ):
+        self._sampler = sampler
+        self._oldest = oldest
+        self._drops = drops
         self._engine = engine
-        self._version, self._is_stopped = version, is_stopped
+        self._version = version
+        self._is_stopped = is_stopped
         self._step = 0
         self.next_prompt = 0
-        """Number of the first prompt that is not handed out."""
+        """Number of the first prompt that has not been handed out."""
         self.waiting: dict[int, int] = {}
-        """Numbers of the groups that are handed out and not taken, with the oldest version that may generate them."""
+        """Groups that are handed out and not taken: number to oldest version of the weights that may generate it."""
         self.stale: list[int] = []
-        """Numbers of the groups that `begin` has dropped."""
+        """Numbers of the groups that the last `begin` dropped."""
 
     def begin(self, step: int, next_prompt: int, waiting: Iterable[Sequence[int]]) -> None:
-        """Go on with these groups for the rollout of a step."""
-        self._step, self.next_prompt = step, next_prompt
+        """Continue with these groups for the rollout of a step.
+
+        Args:
+            waiting: pairs of a group's number and the version of the weights when it was handed out.
+        """
+        self._step = step
+        self.next_prompt = next_prompt
         if self._drops:
-            self.stale = [number for number, since in waiting if since < step - self._oldest]
+            self.stale = [number for number, version in waiting if version < step - self._oldest]
             waiting = [pair for pair in waiting if pair[0] not in self.stale]
-        known, self.waiting = self.waiting, {number: max(since, step - self._oldest) for number, since in waiting}
-        new = [number for number, since in self.waiting.items() if known.get(number) != since]
+        previous = self.waiting
+        self.waiting = {number: max(version, step - self._oldest) for number, version in waiting}
+        new = [number for number, version in self.waiting.items() if previous.get(number) != version]
         self._add(new, self.forget_taken)
 
     def take(self, first: int, count: int) -> list[EpisodeEnd] | None:
-        """See `Take`; groups that wait come first."""
+        """Take ``count`` groups, waiting ones first; see `Take`."""
         self.hand_out(count + self._late())
-        taken = self._engine.take(count, set(self._due()[:count]), self._is_stopped, waits=not self._drops)
-        if taken is None:
+        groups = self._engine.take(count, set(self._due()[:count]), self._is_stopped, waits=not self._drops)
+        if groups is None:
             return None
-        for number in taken:
+        for number in groups:
             del self.waiting[number]
-        return [end._replace(group=number) for number, ends in taken.items() for end in ends]
+        return [end._replace(group=number) for number, ends in groups.items() for end in ends]
 
     def describe(self, samples: Samples) -> None:
-        """Write into a rollout which groups it leaves, and which were dropped before it."""
-        samples.stale, samples.waiting = self.stale, list(self.waiting.items())
+        """Record in a rollout which groups still wait, and which were dropped before it."""
+        samples.stale = self.stale
+        samples.waiting = list(self.waiting.items())
         if self._oldest:  # else no group waits
             samples.next_prompt = self.next_prompt
         if self._drops:
             samples.figures["stale_groups"] = len(self.stale)
 
     def _late(self) -> int:
-        """Number of groups that are due and not finished, and that others may replace."""
+        """Return how many groups are due but not finished and may be replaced; 0 unless groups are dropped."""
         if not self._drops:
             return 0
         return int(run_on_first_rank(lambda: b"%d" % self._engine.background.unfinished(self._due())))
 
     def _due(self) -> list[int]:
-        return [number for number, since in self.waiting.items() if since + self._oldest <= self._step]
+        return [number for number, version in self.waiting.items() if version + self._oldest <= self._step]
 
     def hand_out(self, count: int) -> None:
-        """Hand out prompts until so many groups wait; they are generated from the next `go_on` or `take` on."""
-        new = range(self.next_prompt, self.next_prompt + max(count - len(self.waiting), 0))
-        self.next_prompt = new.stop
-        self.waiting |= dict.fromkeys(new, self._version())
-        self._add(new)
+        """Hand out prompts until ``count`` groups wait. Generation starts at the next `go_on` or `take`."""
+        numbers = range(self.next_prompt, self.next_prompt + max(count - len(self.waiting), 0))
+        self.next_prompt = numbers.stop
+        self.waiting |= dict.fromkeys(numbers, self._version())
+        self._add(numbers)
 
     def go_on(self) -> None:
-        """Forget the groups that were taken, and generate the others, while the caller trains."""
+        """Remove the groups that were taken and start generating the others, while the caller trains."""
 
         def start() -> None:
             self.forget_taken()
@@ -161,12 +181,12 @@ class AheadSource:
         run_on_first_rank(start)
 
     def forget_taken(self) -> None:
-        """Remove the files of groups that were taken. On the first rank alone."""
+        """Remove the files of groups that were taken. Not collective: call it on the first rank only."""
         self._engine.background.keep(self.waiting, before=self.next_prompt)
 
-    def _add(self, numbers: Iterable[int], before: Callable[[], None] = lambda: None) -> None:
+    def _add(self, numbers: Iterable[int], prepare: Callable[[], None] = lambda: None) -> None:
         def add() -> None:
-            before()
+            prepare()
             for number in numbers:
                 requests = self._sampler.requests(self._sampler.prompt(number), number)
                 self._engine.background.add(number, requests, self.waiting[number])
@@ -175,10 +195,10 @@ class AheadSource:
 
 
 def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Samples:
-    """A rollout whose completions are the labels of the next prompts, one of each. Collective.
+    """Make a rollout whose completions are the labels of the next prompts, one for each. Collective.
 
     Raises:
-        UserError: too many rewards failed.
+        UserError: if too many rewards failed.
     """
     numbers = range(first_prompt, first_prompt + sampler.config.samples_per_rollout)
     prompts = {number: sampler.prompt(number) for number in numbers}
@@ -188,105 +208,131 @@ def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Samples:
         completion = Completion(tokens, [0.0] * len(tokens), "stop", [], None)
         ends.append(EpisodeEnd([SessionSample(prompt.tokens, completion)], group=number))
     return to_samples(
-        _rewarded(sampler.score(ends, prompts)), [reward.name for reward in sampler.config.rewards], step=step,
-        first_prompt=first_prompt, next_prompt=numbers.stop, is_demonstration=True,
-    )  # fmt: skip
+        _rewarded(sampler.score(ends, prompts)),
+        [reward.name for reward in sampler.config.rewards],
+        step=step,
+        first_prompt=first_prompt,
+        next_prompt=numbers.stop,
+        is_demonstration=True,
+    )
 
 
 def _rewarded(scored: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
-    """The episodes that have a reward, if enough do."""
-    rewarded = [one for one in scored if one.reward is not None]
+    """Return the episodes that have a reward.
+
+    Raises:
+        UserError: if more than `_MOST_DROPPED` of them have none.
+    """
+    rewarded = [episode for episode in scored if episode.reward is not None]
     if len(rewarded) >= (1 - _MOST_DROPPED) * len(scored):
         return rewarded
-    fault = next(one.fault for one in scored if one.fault)
-    key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
+    fault = next(episode.fault for episode in scored if episode.fault)
+    key = "rl.rewards"
+    remedy = "correct the reward or its label, or raise its timeout_seconds"
     if fault.startswith("rl.environment"):
-        key, remedy = "rl.environment", "correct it, or raise its time limit or rollout.max_new_tokens"
+        key = "rl.environment"
+        remedy = "correct it, or raise its time limit or rollout.max_new_tokens"
     lost = f"{len(scored) - len(rewarded)} of {len(scored)} samples have no reward"
     raise UserError(*on_first_rank(f"{key}: {lost}, the first one because of {fault}; {remedy}"))
 
 
-def _columns(scored: Sequence[EpisodeEnd], names: Sequence[str], least: int) -> dict[str, float]:
-    """Columns of metrics of all episodes that were scored, in groups that need a number of them."""
-    kept = [one for one in scored if one.reward is not None]
+def _columns(scored: Sequence[EpisodeEnd], names: Sequence[str], min_group_size: int) -> dict[str, float]:
+    """Compute the columns of metrics over all scored episodes.
+
+    Args:
+        min_group_size: smaller groups count as dropped.
+    """
+    kept = [episode for episode in scored if episode.reward is not None]
     rewards, groups = rewards_and_groups(kept)
-    sizes = Counter(one.group for one in kept)
-    lengths = np.array([len(one.completion.tokens) for one in kept])
-    compared = sum(size > 1 for size in sizes.values())  # a sample alone equals none
+    sizes = Counter(episode.group for episode in kept)
+    lengths = np.array([len(episode.completion.tokens) for episode in kept])
+    comparable = sum(size > 1 for size in sizes.values())  # a group of one is neither equal nor not
     differing = set(groups[differing_groups(rewards, groups)].tolist())
-    drafted, accepted = (sum(getattr(one.completion, key) for one in scored) for key in ("drafted", "accepted"))
+    drafted, accepted = (sum(getattr(episode.completion, key) for episode in scored) for key in ("drafted", "accepted"))
     return {
-        "reward": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
-        **{f"reward_part/{name}": float(np.mean([one.parts[name] for one in kept])) for name in names},
-        "completion_tokens": float(lengths.mean()), "completion_tokens_max": int(lengths.max()),
-        "truncated_ratio": float(np.mean([one.completion.finish == "length" for one in kept])),
-        **({"equal_groups_ratio": 1.0 - len(differing) / compared} if compared else {}),
-        "dropped_samples": len(scored) - len(kept), "generated_samples": len(scored),
-        "dropped_groups": sum(sizes[group] < least for group in {one.group for one in scored}),
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(correction=0).item(),
+        **{f"reward_part/{name}": float(np.mean([episode.parts[name] for episode in kept])) for name in names},
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_max": int(lengths.max()),
+        "truncated_ratio": float(np.mean([episode.completion.finish == "length" for episode in kept])),
+        **({"equal_groups_ratio": 1.0 - len(differing) / comparable} if comparable else {}),
+        "dropped_samples": len(scored) - len(kept),
+        "generated_samples": len(scored),
+        "dropped_groups": sum(sizes[group] < min_group_size for group in {episode.group for episode in scored}),
         **({"draft_acceptance_ratio": accepted / drafted} if drafted else {}),
-    }  # fmt: skip
+    }
 
 
 class PromptSet(NamedTuple):
-    """The prompts of a table of [[rl.validation]]."""
+    """A table of [[rl.validation]] and its prompts."""
 
     table: PromptSetConfig
     prompts: list[Prompt]
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Unbiased estimate of the probability that one of k samples passes, from ``passed`` of ``samples``
-    (arXiv 2107.03374)."""
+    """Estimate pass@k, the probability that any of k samples passes, without bias, from ``passed`` of ``samples``
+    samples (arXiv 2107.03374)."""
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
 def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, float]:
-    """Columns of each set: the mean reward, and pass@k for the powers of two up to its samples: an answer passes if the
-    first of [[rl.rewards]] gives it at least 1. Answers without reward pass nothing. Collective.
+    """Compute the columns of each set. Collective.
 
-    Seeds depend on the prompt only, so that two validations differ by the weights.
+    They are the mean reward, the number of failed samples, which have no reward and are not in that mean, the mean
+    number of tokens, and pass@k for the powers of two up to the samples of a prompt. An answer passes if the first of
+    [[rl.rewards]] gives it at least 1, up to rounding. A failed sample never passes. Seeds depend on the prompt only,
+    so two validations differ only by the weights.
     """
     columns: dict[str, float] = {}
-    for one_set in sets:
-        table = one_set.table
+    for prompt_set in sets:
+        table = prompt_set.table
         rules = sampler.rules._replace(temperature=table.temperature, routes=False)
-        scored = _answered(sampler, f"validation {table.name}", one_set.prompts, table.samples, rules)
+        scored = _answered(sampler, f"validation {table.name}", prompt_set.prompts, table.samples, rules)
         if scored is None:
             continue
         first = sampler.config.rewards[0].name
-        passed = np.array([one.parts.get(first, 0.0) >= 1.0 for one in scored]).reshape(-1, table.samples)
-        rewards = [one.reward for one in scored if one.reward is not None]
+        passed = np.array([episode.parts.get(first, 0.0) >= 1.0 - REWARD_ROUNDING for episode in scored])
+        passed = passed.reshape(-1, table.samples)
+        rewards = [episode.reward for episode in scored if episode.reward is not None]
         columns[f"validation_reward/{table.name}"] = float(np.mean(rewards)) if rewards else 0.0
-        columns[f"validation_tokens/{table.name}"] = float(np.mean([len(one.completion.tokens) for one in scored]))
+        columns[f"validation_dropped/{table.name}"] = len(scored) - len(rewards)
+        columns[f"validation_tokens/{table.name}"] = float(
+            np.mean([len(episode.completion.tokens) for episode in scored])
+        )
         k = 1
         while k <= table.samples:
-            estimates = [pass_at(k, table.samples, int(of_prompt)) for of_prompt in passed.sum(1)]
+            estimates = [pass_at(k, table.samples, int(passed_count)) for passed_count in passed.sum(1)]
             columns[f"validation_pass/{table.name}@{k}"] = float(np.mean(estimates))
             k *= 2
     return columns
 
 
 def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> list[str]:
-    """Lines with the answers to the first prompts. Raises UserError in front of the first step if none has a reward.
-    Collective."""
+    """Answer the first prompts and format answers and rewards as lines. Collective.
+
+    Raises:
+        UserError: at step 0, if no answer has a reward.
+    """
     scored = _answered(sampler, "shown", prompts[:_SHOWN], 1, sampler.rules._replace(routes=False))
     if scored is None:
         return []
-    if step == 0 and all(one.reward is None for one in scored):
-        _rewarded(scored)  # the first rollout would end so, later
+    if step == 0 and all(episode.reward is None for episode in scored):
+        _rewarded(scored)  # raises now what the first rollout would raise later
     lines = [f"Answers after step {step}:"]
-    for one in scored:
-        text = sampler.tokenizer.decode(one.completion.tokens).strip()
-        reward = f"reward {one.reward:g}" if one.reward is not None else f"no reward: {one.fault}"
+    for episode in scored:
+        text = sampler.tokenizer.decode(episode.completion.tokens).strip()
+        reward = f"reward {episode.reward:g}" if episode.reward is not None else f"no reward: {episode.fault}"
         shown = f"assistant: {text[:_LONGEST_SHOWN]}│ {reward}"
-        lines += ["", f"user: {prompts[one.group].text[:_LONGEST_SHOWN]}", shown]
+        lines += ["", f"user: {prompts[episode.group].text[:_LONGEST_SHOWN]}", shown]
     return [*lines, ""]
 
 
 def _answered(
-    sampler: Sampler, what: str, prompts: Sequence[Prompt], samples: int, rules: SamplingRules
+    sampler: Sampler, purpose: str, prompts: Sequence[Prompt], samples: int, rules: SamplingRules
 ) -> list[EpisodeEnd] | None:
-    """Scored answers to each prompt; None if a stop was requested. Collective."""
+    """Answer each prompt and score the answers; None if a stop was requested. Collective."""
     numbered = dict(enumerate(prompts))
-    found = sampler.generate(numbered, rules, what, samples)
-    return None if found is None else sampler.score(found, numbered)
+    episodes = sampler.generate(numbered, rules, purpose, samples)
+    return None if episodes is None else sampler.score(episodes, numbered)

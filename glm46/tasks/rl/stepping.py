@@ -1,4 +1,4 @@
-"""The optimizer steps of a rollout: micro-batches, and what networks compute for its tokens before the first one."""
+"""The optimizer steps of a rollout: micro-batches, and network outputs for its tokens before the first step."""
 
 import time
 from collections.abc import Mapping
@@ -24,90 +24,118 @@ from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of, jo
 from glm46.tasks.rl.samples import Samples
 
 Steps = list[list[Batch]]
-"""For each optimizer step this rank's micro-batches."""
+"""This rank's micro-batches of each optimizer step."""
 
 
 def samples_per_step(plan: Plan) -> int:
-    """Samples of an optimizer step."""
+    """Return the number of samples in an optimizer step."""
     size = plan.config.training.global_batch_size
     assert isinstance(size, int | float), "[rl] has steps of one size"
     return int(size)
 
 
 def steps_per_rollout(plan: Plan) -> int:
-    """Optimizer steps of one rollout."""
+    """Return the number of optimizer steps per rollout."""
     return plan.config.reinforcement[0].samples_per_rollout // samples_per_step(plan)
 
 
 def step_ends(plan: Plan, samples: Samples) -> list[int]:
-    """Of each step of a rollout the number of its last sample + 1: equally many episodes each, and all of them."""
-    count, total = steps_per_rollout(plan), len(samples.group)
+    """Return for each step of a rollout the number of its last sample + 1. The steps share all episodes equally."""
+    count = steps_per_rollout(plan)
+    total = len(samples.group)
     return [int(np.searchsorted(samples.episode, total * number // count)) for number in range(1, count + 1)]
 
 
 class StepBuilder:
-    """Makes the steps of rollouts. Its networks are the policy, and the reference and the critic where there are;
-    `form` is that of the policy's head, which its objective reads."""
+    """Builds the optimizer steps of rollouts.
+
+    Args:
+        networks: the policy, and the reference and the critic if the run has them.
+        form: form of the policy's head that its objective reads.
+    """
 
     def __init__(
         self, plan: Plan, cluster: Cluster, config: ResolvedRL, networks: Mapping[str, Network], form: HeadForm
     ):
-        self._plan, self._cluster, self._config, self._networks, self._form = plan, cluster, config, networks, form
+        self._plan = plan
+        self._cluster = cluster
+        self._config = config
+        self._networks = networks
+        self._form = form
         self._is_on_policy = config.is_on_policy(plan.config.training.global_batch_size)
-        is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer, on tensors of one shape
-        self._has_fixed_rows = is_pipeline or cluster.meshes.sequence is not None  # which splits each row evenly
-        training, layout = plan.config.training, plan.layout
+        is_pipeline = cluster.meshes.pipeline is not None  # a pipeline computes every layer, on tensors of one shape
+        self._has_fixed_rows = is_pipeline or cluster.meshes.sequence is not None  # the latter splits each row evenly
+        training = plan.config.training
+        layout = plan.layout
         is_trained = any(values_of(plan.config.mtp.loss_weight))
         depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
         self._shape = PackShape(
-            seq_len=training.seq_len, rows=training.local_batch_size, ranks=layout.dp_degree, mtp_depth=depth,
+            seq_len=training.seq_len,
+            rows=training.local_batch_size,
+            ranks=layout.dp_degree,
+            mtp_depth=depth,
             micro_batches=self._micro_batches if is_pipeline else None,
             model=plan.shape if config.routing_replay else None,
             # The second prediction layer would read completions at the end of a shared prompt.
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
-        )  # fmt: skip
+        )
 
-    def _micro_batches(self, least: int) -> int:
-        """Those that a pipeline takes: more than a step has samples for if its episodes have several."""
-        parallelism, planned = self._plan.config.parallelism, samples_per_step(self._plan)
-        least = max(least, planned // self._plan.rows_per_micro_batch)
+    def _micro_batches(self, min_count: int) -> int:
+        """Return a number of micro-batches that the pipeline schedule supports, at least ``min_count``.
+
+        It may exceed the planned number, because an episode can have several samples.
+        """
+        parallelism = self._plan.config.parallelism
+        planned = samples_per_step(self._plan)
+        min_count = max(min_count, planned // self._plan.rows_per_micro_batch)
         return fitting_micro_batches(
-            parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, least
+            parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, min_count
         )
 
     def route_at(self, clock: int) -> None:
-        """Have samples be of the function that the first step on them learns with, at tokens of the curriculum."""
+        """Set the router temperature of policy and critic to its value at ``clock`` tokens of the curriculum.
+
+        Samples are then generated and evaluated with the same function that their first step trains.
+        """
         for name in {"policy", "critic"} & self._networks.keys():
             self._networks[name].route_at(schedule_value(self._plan.config.moe.router_temperature, clock))
 
     def batches(self, samples: Samples) -> Steps:
-        """This rank's micro-batches of each step."""
-        shape, steps, first = self._shape, [], 0
+        """Pack samples into this rank's micro-batches of each step."""
+        shape = self._shape
+        steps = []
+        first = 0
         for end in step_ends(self._plan, samples):
             items = items_of(samples, range(first, end), shape)
-            of_ranks, width = pack(items, shape), shape.seq_len
+            by_rank = pack(items, shape)
+            width = shape.seq_len
             if not self._has_fixed_rows:
                 multiple = FP8_MULTIPLE * self._plan.layout.tp
-                of_ranks, width = join(of_ranks, items, multiple, shape.rows * shape.seq_len)
-            mine = of_ranks[self._cluster.dp_rank]
-            steps.append([build_batch(samples, rows, first, shape, items, width) for rows in mine])
+                by_rank, width = join(by_rank, items, multiple, shape.rows * shape.seq_len)
+            local_batches = by_rank[self._cluster.dp_rank]
+            steps.append([build_batch(samples, rows, first, shape, items, width) for rows in local_batches])
             first = end
         return steps
 
     def evaluate(self, samples: Samples, steps: Steps) -> tuple[dict[str, Tensor], float]:
-        """Log-probabilities and values of all targets of a rollout by name, FP32 [G], equal on all ranks, and the
-        seconds of the networks. Collective."""
-        wanted: dict[str, tuple[str, HeadForm, str]] = {}
+        """Compute log-probabilities and values of all targets of a rollout before its first step. Collective.
+
+        Returns:
+            Fields by name, FP32 [G], equal on all ranks, and the seconds that the networks took.
+        """
+        evaluations: dict[str, tuple[str, HeadForm, str]] = {}
         if self._config.has_reference:
             holder = "reference" if "reference" in self._networks else "policy"  # without its adapters
-            wanted["reference_logprobs"] = (holder, self._form, "logprobs")
+            evaluations["reference_logprobs"] = (holder, self._form, "logprobs")
         if self._config.has_critic:
-            wanted["old_values"] = ("critic", summed_loss, "values")
+            evaluations["old_values"] = ("critic", summed_loss, "values")
         if (self._config.old_policy == "trainer" and not self._is_on_policy) or samples.is_demonstration:
-            wanted["old_logprobs"] = ("policy", self._form, "logprobs")
-        fields, began = {}, time.perf_counter()
-        for name, (of, form, column) in wanted.items():
-            network, record = self._networks[of], TokenRecord(len(samples.logprobs))
+            evaluations["old_logprobs"] = ("policy", self._form, "logprobs")
+        fields = {}
+        started = time.perf_counter()
+        for name, (network_name, form, attribute) in evaluations.items():
+            network = self._networks[network_name]
+            record = TokenRecord(len(samples.logprobs))
             for batch in chain(*steps):
                 is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
                 is_adapted = name != "reference_logprobs"
@@ -116,27 +144,27 @@ class StepBuilder:
                     inputs = {key: value for key, value in batch.items() if not key.startswith("mtp_")}
                 output = network.evaluate(inputs, form, replay_routes=is_replayed, adapted=is_adapted)
                 if output is not None:
-                    record.add(batch, network.whole_rows(getattr(output, column).unsqueeze(0), batch)[0])
+                    record.add(batch, network.whole_rows(getattr(output, attribute).unsqueeze(0), batch)[0])
             network.release()
             fields[name] = record.of_all_ranks()
-        seconds = time.perf_counter() - began
-        of_engine = torch.from_numpy(samples.logprobs)
-        fields["rollout_logprobs"] = fields["old_logprobs"] if samples.is_demonstration else of_engine
+        seconds = time.perf_counter() - started
+        engine_logprobs = torch.from_numpy(samples.logprobs)
+        fields["rollout_logprobs"] = fields["old_logprobs"] if samples.is_demonstration else engine_logprobs
         return fields, seconds
 
 
 class TokenRecord:
-    """Values of the targets of a rollout that this rank's micro-batches have."""
+    """Collects values of a rollout's targets from the micro-batches of all ranks."""
 
     def __init__(self, targets: int):
         self._values = torch.full((targets,), -torch.inf)
 
     def add(self, batch: Batch, values: Tensor) -> None:
-        """Record [B, S], whole rows on any device, of a micro-batch of `StepBuilder.batches`."""
+        """Record the values [B, S] of a micro-batch of `StepBuilder.batches`: whole rows, on any device."""
         collect(values.cpu(), batch, self._values)
 
     def of_all_ranks(self) -> Tensor:
-        """FP32 [G]. Collective."""
-        # Each rank has the values of its own rows; those that compute the same rows may differ in the last bits.
+        """Return the values of all targets, FP32 [G]. Collective."""
+        # Each rank has the values of its own rows. Ranks that compute the same rows may differ in the last bits.
         dist.all_reduce(self._values, dist.ReduceOp.MAX)
         return self._values

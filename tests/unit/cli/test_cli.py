@@ -92,7 +92,6 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_marks_its_time(tmp_path, ca
     (["--measured", "/none.json"], ("/none.json: no such file", "--measured")),
     *((options, (f"{options[0]} {options[1]}", "name a file")) for search in ([], ["--search"])
       for options in (["--json", "/none/plan.json", *search], ["--json", "/", *search])),
-    (["--picture", "/none/plan.png"], ("--picture /none/plan.png", "name a file")),
     (["--gpus", "1000000", "--json", "/none/plan.json"], ("--json /none/plan.json",)),  # before the config
     (["--gpus", "1000003"], ("multiply to 8192", "start 8192 processes")),
     (["--document-tokens", "9", "--data.document_mask=false"], ("--document-tokens", "leave it out")),
@@ -121,24 +120,6 @@ def test_a_plan_of_too_many_gpus_is_refused_at_once(capsys):
     for search in ([], ["--search"]):
         assert main(["plan", "--config", DEBUG, *options, *large, *search]) == 2
         assert capsys.readouterr().err.endswith("a plan goes up to 262,144; take fewer\n")
-
-
-@pytest.mark.slow
-def test_a_plan_is_drawn(tmp_path, capsys):
-    """Memory of each pipeline rank and the timeline, of a run that does not fit too. Nothing else is left behind."""
-    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--data.num_workers=0"]
-    wanted = ["plan", "--config", DEBUG, "--gpu", "H100", *pipeline, "--picture"]
-    assert main([*wanted, str(tmp_path / "plan.png")]) == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*wanted, str(tmp_path / "plan.svg")]) == 0
-    assert main([*wanted, str(tmp_path / "large.svg"), "--model.flavor=GLM-4.6"]) == 1
-    capsys.readouterr()
-    drawn = {name: (tmp_path / f"{name}.svg").read_text().count("<path") for name in ("plan", "large")}
-    assert min(drawn.values()) > 60  # with two actions of four micro-batches on two ranks, 16 more than without
-    for name, words in {"plan.pdf": "end the name", "none/plan.png": "name a file"}.items():
-        assert main([*wanted, str(tmp_path / name)]) == 2
-        assert words in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "large.svg"}
 
 
 @pytest.mark.parametrize("arguments, reason", [

@@ -79,6 +79,17 @@ def test_help_and_typos_of_a_verb_and_of_its_kinds_import_nothing_heavy(verb, wi
         assert re.search("error: .*(--no-such-option|required).*; see --help", errors), errors
 
 
+@pytest.mark.parametrize("verb", ["train", "plan", "launch"])
+def test_help_shows_the_options_and_says_where_the_keys_are(verb, without_torch):
+    code, printed, _ = without_torch(verb, "--help")
+    assert code == 0 and "--help keys" in printed and "docs/reference/keys.md" in printed
+    assert "global_batch_size" not in printed and len(printed.splitlines()) < 70
+    code, printed, _ = without_torch(verb, "--help", "keys")
+    assert code == 0 and "global_batch_size" in printed and "usage:" not in printed
+    code, _, errors = without_torch(verb, "--help", "kyes")
+    assert code == 2 and "--help kyes: write --help, or --help keys" in errors
+
+
 @pytest.mark.parametrize("verb", ["launch", "ablate", "prepare", "generate", "convert", "checkpoint", "init"])
 def test_help_imports_nothing_that_only_work_needs(verb):
     """What makes a help slow; seconds would be those of the machine."""

@@ -17,8 +17,8 @@ MODEL = ["--model", "none"]
 CONFIG = ["--config", "none.toml"]
 GENERATE = ["generate", *MODEL, "--prompt", "a", "--temperature", "1"]
 TABLE = [
-    (["launch", *CONFIG], ["--nproc", "--nodes"], COUNT),
-    (["launch", *CONFIG], ["--max-restarts"], NONE),
+    (["launch", *CONFIG], ["--nproc"], COUNT),
+    (["launch", *CONFIG], ["--max-restarts", "--from-hostfile", "--known-step"], NONE),
     (["ablate", *CONFIG], ["--nproc"], COUNT),
     (["preflight", *CONFIG], ["--nproc", "--ranks-per-host"], COUNT),
     (["plan", *CONFIG], ["--gpus", "--nproc", "--gpus-per-node", "--document-tokens"], COUNT),
@@ -40,8 +40,6 @@ TABLE = [
     (["rl", "inspect", "a"], ["--step"], NONE),
     (["benchmark", "rates"], ["--tokens", "--threads"], COUNT),
     (["benchmark", "links"], ["--network"], AMOUNT),
-    (["benchmark", "finetune"], ["--rank", "--rows", "--steps", "--rounds", "--threads"], COUNT),
-    (["benchmark", "finetune"], ["--seq-len"], ["63", "1.5"]),
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def test_commands_name_files_and_extras_that_exist():
 
 def test_every_python_and_torch_of_the_project_has_a_job():
     pythons = JOBS["readme"]["strategy"]["matrix"]["python"]
-    assert pythons == [f"3.{minor}" for minor in range(10, 14)] and PROJECT["requires-python"] == ">=3.10"
+    assert pythons == [f"3.{minor}" for minor in range(11, 14)] and PROJECT["requires-python"] == ">=3.11"
     (torch,) = [line.removeprefix("torch") for line in PROJECT["dependencies"] if re.match(r"torch[<>=]", line)]
     allowed = [f"2.{minor}" for minor in range(5, 40) if f"2.{minor}.0" in SpecifierSet(torch)]
     assert JOBS["torch"]["strategy"]["matrix"]["torch"] == allowed
@@ -57,6 +57,25 @@ def test_commands_of_the_readme_are_run_or_their_files_fit_the_gpus_that_it_stat
     for words in [*plans, *(words[1:] for words in verbs if words[0] == "plan")]:
         assert main(["plan", *words]) == 0, words
         assert "GiB" in capsys.readouterr().out
+
+
+PLANNED = re.compile(r"^# Planned on ([\d,]+) x (\w+): (\d+) GiB", re.MULTILINE)
+"""The plan that a recipe states; tests/unit/config/test_recipes.py computes each."""
+
+
+def test_the_readme_states_the_gpus_of_each_way():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ways = {
+        "8, 4 or 1 of 80 GB |": ("air_lora", "air_lora_4gpu", "air_qlora_1gpu"),
+        "| 1 of 80 GB |": ("glm47_flash_lora_1gpu",),
+        "`air_kto.toml` ([preferences](docs/preferences.md)) | 8 |": ("air_dpo", "air_kto"),
+        "| none, or from 8 |": ("glm47_flash_rl",),
+    }
+    for words, recipes in ways.items():
+        assert words in readme
+        counts = set(re.findall(r"\b[1-9]\b", words.removesuffix("|").replace("of 80 GB", "")))
+        planned = [PLANNED.search((ROOT / "train_configs" / f"{name}.toml").read_text("utf-8")) for name in recipes]
+        assert {match[1] for match in planned} == counts, recipes
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ A stand-in for the launcher writes rows in no time; the real one trains in the l
 """
 
 import dataclasses
-import json
 import os
 import shlex
 import signal
@@ -128,25 +127,21 @@ def test_bare_words_arrays_and_texts_can_be_varied(file):
         ([], ("0 variants", "two are needed", "--vary")),
         (["--vary", "optimizer.lr=0.1"], ("1 variant:", "two are needed")),
         (["--vary", "lr=0.1,0.2"], ("--vary lr=0.1,0.2", "section.key=VALUE,VALUE")),
-        (["--vary", "optimizer.rl=0.1,0.2"], ("optimizer.rl=0.1", "optimizer.rl: unknown key", "valid keys")),
+        (["--vary", "optimizer.lr=1,2", "--optimizer.rl", "1"], ("optimizer.rl: unknown key", "valid keys")),
         (["--vary", "optimizer.lr=0.1,-1"], ("variant optimizer.lr=-1", "optimizer.lr = -1", "greater than 0")),
-        (["--vary", "training.global_batch_size=2,3"], ("global_batch_size=2", "a multiple of", "1 more variant")),
+        (["--vary", "training.global_batch_size=4,3"], ("global_batch_size=3", "a multiple of")),
         (["--vary", "optimizer.lr=0.1,0.1"], ("optimizer.lr=0.1", "names must differ")),
-        (["--vary", "optimizer.lr=x,y,z,u,v"], ('optimizer.lr = "x"', "valid number", "4 more variants")),
-        (["--vary", "nosuch.key=1,2"], ("nosuch: unknown key", "(and so in 1 more variant)")),
+        (["--vary", "optimizer.lr=0.1,x"], ('optimizer.lr = "x"', "valid number")),
         (["--vary", "a"], ("--vary a", "section.key=VALUE,VALUE")),
         (["--vary", "optimizer.lr="], ("--vary optimizer.lr=:", "section.key=VALUE,VALUE")),
-        (["--vary", "job.dump_folder=a,b"], ('job.dump_folder = "a"', "does not change", "for all variants")),
-        (["--vary", "metrics.log_freq=1,2"], ("metrics.log_freq = 1", "does not change")),
-        (["--vary", "debug.seed=1,2"], ("debug.seed = 1", "--seeds")),
         (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "1,1"], ("ablation.seeds = [1, 1]", "twice")),
         (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "1,-1"], ("ablation.seeds[1] = -1", "equal to 0")),
-        (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "x"], ("ablation.seeds", "[x]", "array")),
+        (["--vary", "optimizer.lr=0.1,0.2", "--seeds", "a,b"], ("--seeds a,b: expected", "--seeds 1,2,3")),
         (["--vary", "parallelism.tensor_parallel_degree=1,3", "--nproc", "2"], ("tensor_parallel_degree=3",)),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_their_remedy_before_any_run(file, launcher, tmp_path, capsys, arguments, words):
-    (said,) = faults(capsys, "--config", file(), *arguments)
+    said, *_ = faults(capsys, "--config", file(), *arguments)
     assert all(word in said for word in words), said
     assert not (tmp_path / "out").exists()
 
@@ -155,7 +150,12 @@ def test_mistakes_are_named_with_their_remedy_before_any_run(file, launcher, tmp
     ("ablation", "words"),
     [
         ({"variants": [*TWO["variants"], {"name": "muon", "keys": {}}]}, ("variant muon", "names must differ")),
-        ({"variants": [{"name": "a"}, {"name": "b", "keys": {"optimizer": {"beta2": 0.95}}}]}, ("variants a and b",)),
+        ({"variants": [{"name": "a"}, {"name": "b", "keys": {"job": {"dump_folder": "x"}}}]},
+         ('variant b: job.dump_folder = "x"', "set that outside of the variants")),
+        ({"variants": [{"name": "a"}, {"name": "b", "keys": {"debug": {"seed": 1}}}]},
+         ("variant b: debug.seed = 1", "--seeds")),
+        ({"variants": [{"name": "a"}, {"name": "b", "keys": {"ablation": {"seeds": [1]}}}]},
+         ("variant b: ablation.seeds = [1]", "for all variants")),
         ({"variants": [{"name": "a/b"}, {"name": "b"}]}, ('ablation.variants[0].name = "a/b"', "'a_b'")),
         ({"variants": [{"name": "a", "optimizer": {"lr": 1.0}}, {"name": "b"}]},
          ("ablation.variants[0].optimizer: unknown key", "name, keys")),
@@ -194,10 +194,15 @@ def test_a_file_of_several_runs_is_not_trained_as_one(file, capsys, verb):
 
 
 def results(folder: Path) -> dict[str, str]:
-    return {
-        str(path.parent.relative_to(folder)): json.loads(path.read_text())["status"]
-        for path in folder.rglob("result.json")
-    }
+    return {str(path.parent.relative_to(folder)): path.read_text() for path in folder.rglob("status.txt")}
+
+
+def rows_of(page: Path) -> dict[str, list[str]]:
+    """Cells of the first table of a report by variant."""
+    lines = page.read_text().splitlines()
+    first = lines.index("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = (line.strip("| ").split(" | ") for line in lines[first + 1 :])
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows if len(cells) == 7}
 
 
 def starts(folder: Path) -> dict[str, int]:
@@ -205,24 +210,20 @@ def starts(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_failed_variant_is_in_the_report_and_the_others_go_on(file, launcher, tmp_path, capsys):
+def test_a_failed_variant_is_in_the_report_and_the_others_are_trained(file, launcher, tmp_path, capsys):
     path, out = file(), tmp_path / "out"
     arguments = ["--config", str(path), "--vary", "optimizer.lr=0.125,0.5,1.0", "--seeds", "0,2", "--nproc", "2"]
     assert main(["ablate", *arguments]) == 1
     said = capsys.readouterr().out
-    assert "6 runs" in said and said.count("  failed after ") == 2 and "ValueError: the rate is too high" in said
+    assert "6 runs" in said and said.count(": failed with exit code 1") == 2
     states = {f"optimizer.lr={lr}/seed-{seed}": "finished" for lr in (0.125, 1.0) for seed in (0, 2)}
-    assert results(out) == states | {f"optimizer.lr=0.5/seed-{seed}": "failed" for seed in (0, 2)}
-    report = json.loads((out / "ablation.json").read_text())
-    assert report["seeds"] == [0, 2] and report["baseline"] == "optimizer.lr=0.125"
-    base, failed, other = report["variants"]
-    # 3 + lr + seed: 4.0 to 3.125, and 6.0 to 5.125.
-    assert other["figures"]["final_loss_gap"]["mean"] == pytest.approx((28.0 + 100 * 0.875 / 5.125) / 2)
-    assert other["figures"]["grad_norm_gap"]["mean"] == pytest.approx(100 * (2 / 1.125 - 1))
-    assert failed["runs"][0]["error"] == "ValueError: the rate is too high" and failed["figures"] == {}
+    assert results(out) == states | {f"optimizer.lr=0.5/seed-{seed}": "failed with exit code 1" for seed in (0, 2)}
+    rows = rows_of(out / "ablation.md")
+    # Losses are 3 + lr + seed: 4.0 to 3.125, and 6.0 to 5.125.
+    assert rows["optimizer.lr=1.0"][:2] == ["5.0000 ± 1.4142", "+22.537 ± 7.726"]
+    assert rows["optimizer.lr=0.5"] == ["", "", "", "", "", "", "0 of 2"]
     page = (out / "ablation.md").read_text()
-    assert "failed: ValueError: the rate is too high" in page and "ablation.png" in page
-    assert (out / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    assert "| optimizer.lr=0.5, seed 0 | failed with exit code 1 |" in page
     # The config of each run can be started by hand.
     assert load_config(out / "optimizer.lr=1.0" / "seed-2" / "config.toml").debug.seed == 2
 
@@ -238,8 +239,6 @@ def test_a_second_call_trains_only_what_is_not_finished_and_refuses_other_keys(f
     said = faults(capsys, *call, "--training.max_norm", "2.0")
     assert len(said) == 2 and all("training.max_norm = 2.0" in line and "was started with 1.0" in line for line in said)
     assert all(str(out) in line and "job.dump_folder" in line for line in said)
-    call[-1] = "1"
-    assert all("--nproc 1" in line and "2 processes" in line for line in faults(capsys, *call))
     assert starts(out) == {"optimizer.lr=0.125/seed-0": 1, "optimizer.lr=0.5/seed-0": 2}
 
 
@@ -250,7 +249,7 @@ def test_an_ablation_of_which_nothing_could_be_trained_has_a_report(file, launch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_stops_the_run_and_the_next_call_goes_on(file, launcher, tmp_path, number, code):
+def test_a_signal_stops_the_run_and_the_next_call_continues(file, launcher, tmp_path, number, code):
     path, out = file(), tmp_path / "out"
     program = (
         f"import sys; sys.executable = {str(launcher)!r}; from glm46.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -263,10 +262,10 @@ def test_a_signal_stops_the_run_and_the_next_call_goes_on(file, launcher, tmp_pa
         wait_until(lambda: waits.exists() or process.poll() is not None)
         os.kill(process.pid, number)
         said, _ = process.communicate(timeout=300)
-    assert process.returncode == code and "the same command goes on" in said
+    assert process.returncode == code and "the same command continues" in said
     assert results(out) == {"optimizer.lr=0.125/seed-0": "finished", "optimizer.lr=0.25/seed-0": "stopped"}
     page = (out / "ablation.md").read_text()
-    assert "| optimizer.lr=0.25, seed 0 | stopped |" in page and "| optimizer.lr=1.0, seed 0 | missing |" in page
+    assert "| optimizer.lr=0.25, seed 0 | stopped |" in page and "| optimizer.lr=1.0, seed 0 | not started |" in page
     again = subprocess.run(command, check=True, timeout=300, **usual)
     assert "1 finished, 2 to train" in again.stdout and set(results(out).values()) == {"finished"}
     assert starts(out)["optimizer.lr=0.125/seed-0"] == 1
@@ -304,20 +303,16 @@ def test_a_variant_that_emulates_has_no_speed(file, launcher, tmp_path, capsys):
     config = file({"variants": [{"name": "plain"}, {"name": "fp8", "keys": fp8}]}, model={"intermediate_size": 48})
     assert main(["ablate", "--config", str(config), "--nproc", "2"]) == 0
     assert "FP8 is emulated, without a speed to compare: fp8" in capsys.readouterr().out
-    plain, fp8 = json.loads((tmp_path / "out/ablation.json").read_text())["variants"]
-    assert "tokens_per_second" in plain["figures"]
-    assert not {"tokens_per_second", "tokens_per_second_gap"} & fp8["figures"].keys()
+    rows = rows_of(tmp_path / "out/ablation.md")
+    assert rows["plain"][4] == "9" and rows["fp8"][4:6] == ["", ""]
 
 
 def assert_all_recipes_end_within_one_percent(folder: Path) -> None:
-    """The final loss of each variant of the shipped file moves, by less than 1 % of the loss without FP8."""
-    plain, *recipes = json.loads((folder / "ablation.json").read_text())["variants"]
-    assert len(recipes) == 4 and plain["runs"][0]["fp8_errors"] == {}
-    for variant in recipes:
-        assert 0 < abs(variant["figures"]["final_loss_gap"]["mean"]) < 1.0, variant["figures"]
-        assert {"validation_loss_gap", "grad_norm_gap", "memory_gib", "fp8_output_error"} <= variant["figures"].keys()
-        assert len(variant["runs"][0]["fp8_errors"]) > 10
-    assert (folder / "ablation_fp8.png").read_bytes().startswith(b"\x89PNG")
+    """The final loss of each variant of the shipped file changes, by less than 1 % of the loss without FP8."""
+    rows = rows_of(folder / "ablation.md")
+    assert rows.pop("without_fp8")[1] == "" and len(rows) == 4
+    for name, (_, gap, validation_loss, *_) in rows.items():
+        assert 0 < abs(float(gap)) < 1.0 and validation_loss, name
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
+from glm46.storage.checkpoint import save
 from glm46.storage.checkpoint.manager import CheckpointManager
 
 PATTERN = "runs [a-z]*?{1,2}"
@@ -39,6 +40,24 @@ def test_list_prints_step_tokens_loss_and_size(run, capsys):
     assert all(word in rows[2] for word in ("200", "200,000", "3.5000", "1.1 MiB", "complete"))
     assert checkpoint_command(["list", str(run / "step-000200")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_losses_of_earlier_versions_are_marked_and_do_not_displace_measured_ones(run, capsys):
+    """An earlier version wrote the last loss of the run into each manifest, without its step."""
+    manager = CheckpointManager(run, keep_latest_k=0)
+    with pytest.MonkeyPatch.context() as patch:
+        facts = {"saved_at": 0.0, "validation_loss": 2.0, "good": True, "finite": True}
+        patch.setattr(save.Snapshot, "facts", lambda self, world_size, is_finite: facts)
+        for step in (400, 500):
+            manager.save(step, {"model.weight": torch.zeros(3)}, {})
+    manager.save(600, {"model.weight": torch.zeros(3)}, {})
+    assert checkpoint_command(["list", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if " 2.0000? " in line] == ["400", "500"]
+    assert "3.5000?" not in "".join(lines)
+    assert lines[-1] == "?: saved by an earlier version; the loss may have been measured at an earlier step"
+    assert checkpoint_command(["prune", str(run), "--keep-latest-k", "1", "--keep-best-k", "1", "--yes"]) == 0
+    assert names(run) == ["step-000200", "step-000500", "step-000600"]
 
 
 def test_list_finds_missing_files_and_verify_changed_ones(run, capsys):

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +24,15 @@ from glm46.operate.models.conversions import _table_of
 from glm46.storage.chats.chat_format import GLM_47
 from glm46.storage.chats.chat_template import find_format
 from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.write_model import ReadAhead, write_model
 from glm46.storage.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.names import has_repeats
-from glm46.storage.huggingface.step_tensors import ReadAhead, StepTensors, write_model
-from glm46.storage.huggingface.tokenizer_files import tokenizer_files
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, tokenizer_files
+from tests.step_tensors import step_tensors
+from tests.unit.storage.huggingface.adapters import LATENT, TINY
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ModelConfig(
@@ -75,6 +80,19 @@ def test_transformers_loads_a_converted_folder(trained, tmp_path):
     assert generation.eos_token_id == theirs.config.eos_token_id == stops
 
 
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(trained, tmp_path, monkeypatch, capsys):
+    step, _ = trained
+    export = ["convert", "to-hf", "--checkpoint", str(step), "--output"]
+    assert main([*export, str(tmp_path / "hf")]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    new = tmp_path / "new"
+    for command in ([*export, str(new)], ["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(new)]):
+        assert main(command) == 2
+        assert "1,000 free" in capsys.readouterr().err
+        assert not new.exists()
+
+
 @pytest.mark.slow
 def test_a_round_trip_keeps_every_bit_of_the_model(trained, tmp_path, capsys):
     step, _ = trained
@@ -83,7 +101,7 @@ def test_a_round_trip_keeps_every_bit_of_the_model(trained, tmp_path, capsys):
     config = tmp_path / "a/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"their_field": 5}))
     assert main(["convert", "from-hf", "--model", str(tmp_path / "a"), "--output", str(tmp_path / "b")]) == 0
-    before, after = StepTensors(step), StepTensors(tmp_path / "b/step-000000")
+    before, after = step_tensors(step), step_tensors(tmp_path / "b/step-000000")
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = ["--checkpoint", str(tmp_path / "b/step-000000"), "--output", str(tmp_path / "c")]
@@ -117,6 +135,31 @@ def test_the_preset_of_an_imported_folder(repeats, flavor):
     table = _table_of(PRESETS["GLM-4.7"], Path("builtin"), repeats)
     assert table.flavor == flavor and table.stated_shape == {}
     assert _table_of(PRESETS["debug"], Path("builtin"), repeats).flavor == "debug"
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.parametrize("rope_theta", [1e4, 1e6], ids=["nearest debug-flash", "nearest GLM-4.7-Flash"])
+def test_an_export_repeats_what_the_imported_folder_repeats(rope_theta, repeats, tmp_path):
+    """The nearest preset does not decide: GLM-4.7-Flash repeats, debug-flash does not."""
+    small = TINY | LATENT | {"num_hidden_layers": 3, "vocab_size": 8256, "rope_theta": rope_theta}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2}  # sizes of neither preset
+    shape = PRESETS["GLM-4.7-Flash"].model_copy(update=small)
+    with torch.device("cpu"):
+        tensors = Transformer(shape).state_dict()
+    for tensor in tensors.values():
+        torch.nn.init.normal_(tensor, std=0.02)
+    files = files_beside_weights(load_tokenizer("builtin"), max_length=shape.max_position_embeddings)
+    options = ExportOptions(repeat_shared=repeats, other_files=files)
+    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
+    export_weights(tmp_path / "in", shape, config, tensors, options=options)
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "in"), "--output", str(tmp_path / "steps")]) == 0
+    step = ["--checkpoint", str(tmp_path / "steps/step-000000")]
+    folder = ["--checkpoint", str(tmp_path / "in"), "--dtype", "bfloat16"]
+    for name, source in (("from step", step), ("from folder", folder)):
+        assert main(["convert", "to-hf", *source, "--output", str(tmp_path / name)]) == 0
+        assert set(find_tensors(tmp_path / name)) == set(find_tensors(tmp_path / "in"))
+    flavor = stored_model(tmp_path / "steps/step-000000").flavor
+    assert flavor == ("debug-flash" if rope_theta == 1e4 else "GLM-4.7-Flash")
 
 
 def step_with(folder, trained, tokenizer_path, fingerprint=None):

@@ -13,7 +13,7 @@ from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.huggingface.step_tensors import StepTensors
+from glm46.storage.checkpoint.stored_values import StepTensors
 from tests.unit.commands.test_convert import TABLE, resolve_shape
 
 

@@ -20,7 +20,7 @@ COMMANDS = [
     ["convert", "merge", "--base", "PATH", "--adapter", "PATH", "--output", "new"],
     ["prepare", "--input", "PATH", "--output", "new"],
     ["prepare", "--recipe", "PATH"], ["plan", "--config", "PATH"], ["rl", "inspect", "PATH"], ["inspect", "PATH"],
-    ["plan", "--config", str(CONFIGS / "debug.toml"), "--measured", "PATH"], ["metrics", "PATH"],
+    ["plan", "--config", str(CONFIGS / "debug.toml"), "--measured", "PATH"],
     ["plot", "PATH"], ["checkpoint", "list", "PATH"], ["checkpoint", "verify", "PATH"], ["checkpoint", "show", "PATH"],
     ["checkpoint", "prune", "PATH", "--keep-latest-k", "1"],
 ]  # fmt: skip

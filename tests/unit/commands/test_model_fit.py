@@ -3,7 +3,6 @@
 import json
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,7 +81,6 @@ GENERATE, EVALUATE = ["generate", "--prompt", "a"], ["evaluate", "--tasks", "gsm
     ([*EVALUATE, "--tasks", "loss", "--data", "none"], {}, ("none",)),
     ([*EVALUATE, "--lengths", "4096"], {}, ("--lengths 4096", "2048")),
     ([*EVALUATE, "--tasks", "loss", "--data", "a", "--fewshot", "3"], {}, ("--fewshot", "--tasks")),
-    (["convert", "from-hf", "--output", "out"], LARGE, ("this machine cannot convert it", "too much")),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_work(verb, changes, words, folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -95,30 +93,6 @@ def test_what_does_not_fit_is_refused_before_work(verb, changes, words, folder, 
     assert not printed.out and all(line.startswith("error: ") for line in faults) and len(faults) <= 2, printed
     assert all(word in printed.err for word in words), printed.err
     assert {path.name for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.parametrize(("words", "lacks"), [
-    (["from-hf", "--model"], "memory"),
-    (["from-hf", "--model"], "disk"),
-    (["to-hf", "--dtype", "float32", "--checkpoint"], "memory"),
-    (["to-hf", "--dtype", "fp8-block", "--checkpoint"], "disk"),
-    (["from-dcp", "--checkpoint", "none", "--config"], "memory"),
-    (["from-dcp", "--checkpoint", "none", "--config"], "disk"),
-    (["merge", "--adapter", "none", "--base"], "disk"),
-])  # fmt: skip
-@pytest.mark.parametrize("is_on_hub", [False, True])
-def test_a_conversion_is_compared_with_memory_and_disk(words, lacks, is_on_hub, folder, monkeypatch, tmp_path, capsys):
-    free = {"memory": (2 * GIB, 2**60), "disk": (2**60, 2 * GIB)}[lacks]
-    monkeypatch.setattr("glm46.operate.models.model_fit.detect_machine", lambda _: Machine(2, free[0], free[0]))
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[1]))
-    monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
-    place = Path(folder(**LARGE))
-    monkeypatch.setattr("glm46.operate.models.model_fit.config_folder", lambda _: place)
-    model = "hf://owner/name" if is_on_hub else str(place)
-    assert main(["convert", *words, model, "--output", str(tmp_path / "new")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ("too much" if lacks == "memory" else "2,147,483,648 free") in line, line
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("verb", [GENERATE, EVALUATE])

@@ -159,6 +159,7 @@ def test_the_pictures_of_the_document_are_those_of_the_files():
 @pytest.mark.parametrize("arguments, words", [
     (["nowhere"], ("nowhere", "job.dump_folder")), (["empty"], ("empty", "metrics.jsonl", "job.dump_folder")),
     (["begun"], ("begun", "no training rows", "metrics.log_freq")),
+    (["damaged"], ("damaged/metrics.jsonl: damaged", "no line of it is a row", "job.dump_folder")),
     (["run", "--output", "picture.jpg"], ("--output", "picture.jpg", ".png")),
     (["run", "--output", "nowhere/picture.png"], ("--output", "nowhere/picture.png", "folder")),
     ([PHASE_1, "--output", "picture.jpg"], ("--output", "picture.jpg", ".png or .svg")),
@@ -169,6 +170,8 @@ def test_mistakes_are_named_with_their_remedy(tmp_path, monkeypatch, capsys, arg
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "begun").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/metrics.jsonl").write_text("{bad\n" * 3)
     (tmp_path / "begun/metrics.jsonl").write_text('{"kind": "validation", "step": 0, "validation_loss": 9.0}\n')
     draw = plot_curriculum.main if arguments[0] == PHASE_1 else lambda words: main(["plot", *words])
     assert draw(arguments) == 2
@@ -195,3 +198,14 @@ def test_help_needs_no_matplotlib(monkeypatch, capsys):
 def test_axis_numbers_are_short():
     known = {0: "0", 0.25: "0.25", 3e-4: "3.0e-04", 950: "950", 2000: "2K", 1.5e6: "1.5M", 2e10: "20B", 2.2e13: "22T"}
     assert {value: short_number(value) for value in known} == known
+
+
+def test_the_legend_names_the_bold_line_and_the_thin_one(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("glm46.engine.observe.plots.save_picture", lambda figure, output: figures.append(figure))
+    assert main(["plot", str(write_run(tmp_path / "run"))]) == 0
+    legend = figures[0].legends[0]
+    widths = {
+        text.get_text(): line.get_linewidth() for text, line in zip(legend.texts, legend.get_lines(), strict=True)
+    }
+    assert widths["mean loss since the previous row"] > widths["loss of one step"]

@@ -116,7 +116,7 @@ def talk(lines, turns, monkeypatch, tokenizer=TOKENIZER, **options):
             raise KeyboardInterrupt
         return found
 
-    def answer(prompt, is_stopped):
+    def answer(prompt):
         turn, finish = next(written)
         if turn is UserError:
             raise UserError("--max-new-tokens 5: too long")
@@ -129,8 +129,6 @@ def talk(lines, turns, monkeypatch, tokenizer=TOKENIZER, **options):
                 yield
                 if finish == "abort":
                     os.kill(os.getpid(), signal.SIGINT)
-                if is_stopped():
-                    break
             one.finish = finish
 
         return one, rounds()
@@ -149,29 +147,19 @@ def test_later_prompts_hold_thoughts_where_they_are_kept(keeps, first, monkeypat
     assert tokenizer.decode(prompt) == f"[gMASK]<sop><|user|>Hi<|assistant|>{first}<|user|>And?<|assistant|><think>"
 
 
-def test_an_unknown_command_is_one_line_and_not_sent(monkeypatch, capsys):
-    user = TOKENIZER.special["<|user|>"]
-    turns = [([*ids_of(MESSAGES[1]), user], "stop")] * 2
-    prompts = talk(["/retry", "/exit now", "/think hard", "/usr/bin/env is what?", " /etc too"], turns, monkeypatch)
-    assert [TOKENIZER.decode(prompt).count("/etc too") for prompt in prompts] == [0, 1]
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert [line.split(":")[1] for line in errors] == [" /retry", " /exit", " /think"]
-    assert all("/new" in line and "/nothink" in line for line in errors)
-
-
 def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
     """Thoughts of earlier turns are left out, those of the turn with the calls stay, and results come from the user."""
     reasoned, called, last = MESSAGES[0], MESSAGES[2], MESSAGES[1]
     observation, user = TOKENIZER.special["<|observation|>"], TOKENIZER.special["<|user|>"]
     turns = [
         ([*ids_of(reasoned), user], "stop"), ([*ids_of(called), observation], "stop"), ([*ids_of(last), user], "stop"),
-        ([*ids_of(last, False), user], "stop"), (UserError, None), ([*ids_of(last)[:3]], "length"),
+        (UserError, None), ([*ids_of(last)[:3]], "length"),
     ]  # fmt: skip
-    lines = ["Hi", "When?", "1", "2", "/nothink", "B", "too long", "/new", "/help", "C /nothink /think", "/exit", "D"]
+    lines = ["Hi", "When?", "1", "2", "too long", "/new", " /etc", "/exit", "D"]
     prompts = talk(lines, turns, monkeypatch, system="Be brief.", tools=TOOLS, thinks=True)
 
-    def prompt(*messages, thinking=True):
-        return chat_prompt(TOKENIZER, [Message("system", "Be brief."), *messages], tools=TOOLS, thinking=thinking)
+    def prompt(*messages):
+        return chat_prompt(TOKENIZER, [Message("system", "Be brief."), *messages], tools=TOOLS, thinking=True)
 
     first = [Message("user", "Hi"), reasoned, Message("user", "When?")]
     results = [Message("tool", "1"), Message("tool", "2")]
@@ -179,8 +167,7 @@ def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
         prompt(first[0]),
         prompt(*first),
         prompt(*first, called, *results),
-        prompt(*first, called, *results, last, Message("user", "B"), thinking=False),
-        prompt(Message("user", "C /nothink")),
+        prompt(Message("user", " /etc")),
     ]
     assert "why" not in TOKENIZER.decode(prompts[1]) and "look" in TOKENIZER.decode(prompts[2])
     # What was sampled stays as it is, byte by byte, when results follow it.
@@ -189,7 +176,7 @@ def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
     assert prompts[2][len(prompts[1]) + len(turns[1][0]) :][: len(between) - 1] == between[:-1]
     said = capsys.readouterr()
     assert "call: now(zone=é</arg_value>" in said.out and "why 中文 🙂" in said.out and "call: now()" in said.out
-    assert "--max-new-tokens 5: too long" in said.err and said.err.count("/help shows these lines") == 2
+    assert "--max-new-tokens 5: too long" in said.err
     assert "cut off after --max-new-tokens 100" in said.err
 
 

@@ -8,28 +8,41 @@ import torch.distributed as dist
 from glm46.cli import main
 from glm46.compute.distributed import environment
 from glm46.config.loader import dump_config
-from glm46.engine.observe.heartbeat import read_heartbeat
+from glm46.engine.observe.exporter import Exporter
 from glm46.engine.observe.history import read_history, rows_by_kind
+from tests.processes import free_port
 from tests.small_run import small_config
 
 
 @pytest.mark.slow
-def test_one_process_trains_and_says_what_to_type_next(source_folder, tmp_path, capsys):
+def test_one_process_trains_and_says_what_to_type_next(source_folder, tmp_path, capsys, monkeypatch):
+    ended = []
+    close = Exporter.close
+    monkeypatch.setattr(
+        Exporter, "close", lambda exporter, **how: (ended.append((exporter, how)), close(exporter, **how))
+    )
     file = tmp_path / "run.toml"
-    metrics = {"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets"), "log_freq": 1}
+    metrics = {"prometheus_port": free_port(), "log_freq": 1}
     config = small_config(source_folder, tmp_path / "out", training={"steps": 2}, metrics=metrics)
     file.write_text(dump_config(config))
     assert main(["train", "--config", str(file)]) == 0
     assert not dist.is_initialized()
-    said = capsys.readouterr().out
-    assert "Next: train longer" in said and f"--config {file}" in said
-    assert "/metrics\n" in said and not list((tmp_path / "targets").iterdir())
-    beat, last = read_heartbeat(tmp_path / "out"), rows_by_kind(read_history(tmp_path / "out" / "metrics.jsonl"))[0][-1]
-    assert (beat.phase, beat.step, beat.steps_done, beat.saved_step) == ("stop", 2, 2, 2)
-    assert (beat.tokens, beat.tokens_done, beat.loss) == (last["tokens"], last["tokens"], last["loss"])
-    assert (beat.info["hosts"], beat.info["world_size"]) == ("1", "1")
-    assert re.fullmatch("[0-9a-f]{12}(-dirty)?|", beat.info["commit"])  # empty without git
-    assert beat.info["task"] == "pretrain" and beat.tokens_budget == last["tokens"]
+    output = capsys.readouterr().out
+    assert "Next: train longer" in output and f"--config {file}" in output
+    assert f":{metrics['prometheus_port']}/metrics\n" in output
+    last = rows_by_kind(read_history(tmp_path / "out" / "metrics.jsonl"))[0][-1]
+    ((exporter, how),) = ended
+    assert how == {"has_failed": False}
+    families = {family.name: family for family in exporter.collect()}
+    labels = families["training_info"].samples[0].labels
+    exported = {name: family.samples[0].value for name, family in families.items()}
+    assert {sample.labels["phase"]: sample.value for sample in families["training_phase"].samples}["stop"] == 1
+    positions = ("training_step", "training_steps", "training_last_checkpoint_step")
+    assert [exported[name] for name in positions] == [2, 2, 2]
+    assert all(exported[name] == last["tokens"] for name in ("training_tokens", "training_tokens_budget"))
+    assert exported["training_loss"] == last["loss"]
+    assert (labels["run"], labels["hosts"], labels["world_size"], labels["task"]) == ("out", "1", "1", "pretrain")
+    assert re.fullmatch("[0-9a-f]{12}(-dirty)?|", labels["commit"])  # empty without git
 
 
 _POD = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}

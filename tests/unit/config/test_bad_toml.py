@@ -28,27 +28,10 @@ name = "a"
 path = "data/a"
 """
 
-TASKS = "[validation]\nenable = true\ntasks = "
-
 # By mistake: the text before [training], or old and new text in the sound file; of each fault the key with its value,
 # and then the rule or the remedy.
 BAD = {
     "unknown key": (("seq_len = 128", "seqlen = 128"), ("training.seqlen", "did you mean 'seq_len'?")),
-    "validation tasks of one kind": (
-        TASKS + '[{ kind = "needle", lengths = [64] }, { kind = "needle", lengths = [96] }]',
-        ('validation.tasks[1].kind = "needle"', "put the lengths into one task")),
-    "standard task that is there twice": (
-        TASKS + '[{ kind = "standard", names = ["a", "b"] }, { kind = "standard", names = ["b"] }]',
-        ('validation.tasks[1].names = "b"', "name each task once")),
-    "validation tasks that measure nothing": (TASKS + '[{ kind = "standard" }, { kind = "needle" }]',
-        ("validation.tasks[0].names", 'add it, for example names = ["glm46_next_line"]'),
-        ("validation.tasks[1].lengths", "add it, for example lengths = [4096]")),
-    "lengths of a standard task": (TASKS + '[{ kind = "standard", names = ["a"], lengths = [64] }]',
-        ("validation.tasks[0].lengths = [64]", 'without validation.tasks[0].kind = "position" or "needle"; set that')),
-    "validation task between two validations": (TASKS + '[{ kind = "needle", lengths = [64], freq = 150 }]',
-        ("validation.tasks[0].freq = 150", "take 200")),
-    "validation task beyond the positions": (TASKS + '[{ kind = "position", lengths = [256, 4096] }]',
-        ("validation.tasks[0].lengths = [256, 4096]", "take lengths up to that, or raise it")),
     "chats that are cut, that see each other, and are longer than a row": (
         ('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], format = "messages", max_tokens = 200 }'),
         ('data.sources[0].packing = "concatenate"', 'set packing = "best_fit"'),
@@ -62,8 +45,6 @@ BAD = {
         ('data.sources[0].recipe.history = "last"',
          'without data.sources[0].recipe.format = "chat" or "messages" or "sharegpt" or "prompt_completion" or '
          '"alpaca"; set that')),
-    "unknown validation task": (TASKS + '[{ kind = "needles", lengths = [64] }]',
-        ('validation.tasks[0].kind = "needles"', "did you mean 'needle'?")),
     "unknown key of another section": (("steps = 10", "steps = 10\nlog_freq = 5"),
         ("training.log_freq", "did you mean 'metrics.log_freq'?")),
     "unknown key of a table in a section": (("steps = 10", "steps = 10\nloss_type = 'ipo'"),
@@ -89,13 +70,8 @@ BAD = {
         ('parallelism.expert_exchange = ["auto"]', "or 'deepep' (The way of tokens to their experts)")),
     "unknown key like no other": (("steps = 10", "steps = 10\nzzz = 5"),
         ("training.zzz", "valid keys are local_batch_size, global_batch_size")),
-    "profile and warm-up longer than the steps between profiles": (
-        "[profiling]\nenable_profiling = true\nprofile_freq = 3",
-        ("profiling.profile_freq = 3", "raise it, or lower the warm-up")),
     "run without a profiled step": ("[profiling]\nenable_profiling = true",
         ("profiling.profile_freq = 100", "lower it to at most 10")),
-    "profiled rank named twice": ("[profiling]\nranks = [1, 1]", ("profiling.ranks = [1, 1]", "name each once")),
-    "no profiled rank": ("[profiling]\nranks = []", ("profiling.ranks = []", "at least 1")),
     "unknown section": (("[training]", "[trainning]"), ("trainning", "did you mean 'training'?")),
     "unknown key in an array of tables": (('path = "data/a"', 'path = "data/a"\nweigth = 2.0'),
         ("data.sources[0].weigth", "did you mean 'weight'?")),
@@ -231,6 +207,10 @@ BAD = {
     "keys that earlier versions had": ("n_group = 1\nnorm_topk_prob = true",
         ("model.n_group", "unknown key; it has one value in all of GLM's models; remove it"),
         ("model.norm_topk_prob", "unknown key; it has one value in all of GLM's models; remove it")),
+    "Megatron's groups of recomputed layers": (
+        ("[training]", '[activation_checkpoint]\nrecompute_method = "uniform"\nrecompute_num_layers = 2\n[training]'),
+        ("activation_checkpoint.recompute_method", 'unknown key; Megatron\'s "uniform"', 'write mode = "full"'),
+        ("activation_checkpoint.recompute_num_layers", "every_n_layers = n", "for more memory")),
     "more experts used than there are": ("n_routed_experts = 2", ("model.num_experts_per_tok = 4", "lower it")),
     "expert rows that grouped matmul refuses": ("moe_intermediate_size = 100",
         ("model.moe_intermediate_size = 100", "take 104")),
@@ -419,13 +399,6 @@ def test_batch_is_checked_against_the_processes(tmp_path):
     assert "must be a multiple of 8 (training.local_batch_size = 4 times 2 data-parallel ranks); take 8 or 16" in fault
     (fault,) = faults_of(text, tmp_path, world_size=4)
     assert fault.endswith("; take 16")
-
-
-def test_profiled_ranks_are_checked_against_the_processes(tmp_path):
-    text = SOUND.replace("[training]", "[profiling]\nranks = [0, 4]\n[training]")
-    assert faults_of(text, tmp_path, world_size=4) == [
-        "run.toml: profiling.ranks = [0, 4]: the run has 4 processes, so its last rank is 3; name ranks up to that"
-    ]
 
 
 def test_broken_toml_names_line_and_column(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.cli import main
 from glm46.config import command_line
 from glm46.config.command_line import Start, module_command, replace_overrides
 
@@ -54,3 +55,9 @@ def test_python_is_named_so_that_the_shell_finds_it(monkeypatch, tmp_path):
     assert module_command().startswith(f"PYTHONPATH={shlex.quote(str(command_line.ROOT))} ")
     monkeypatch.setattr(command_line, "_is_installed", lambda: True)
     assert not module_command().startswith("PYTHONPATH")
+
+
+def test_an_empty_path_of_a_source_is_refused_with_its_key(capsys):
+    """It would be the current folder."""
+    assert main(["train", "--config", "train_configs/debug.toml", "--data.sources[0].path", ""]) == 2
+    assert 'data.sources[0].path = "": must have at least 1 character' in capsys.readouterr().err

@@ -11,9 +11,6 @@ from glm46.config.loader import dump_config, load_config
 # Keys, what each needs and the run that lacks it.
 IDLE = {
     "optimizer.momentum = 0.95": ("optimizer.name", 'optimizer.name = "AdamW"'),
-    "optimizer.nesterov = false": ("optimizer.name", 'optimizer.name = "AdamW"'),
-    'optimizer.ns_dtype = "float32"': ("optimizer.name", 'optimizer.name = "AdamW"'),
-    'optimizer.lm_head = "muon"': ("optimizer.name", 'optimizer.name = "AdamW"'),
     "optimizer.adamw_lr = 1e-3": ("optimizer.name", 'optimizer.name = "AdamW"'),
     "moe.bias_ema_decay = 0.9": ("moe.balance", ""),
     "moe.bias_clamp = 2.0": ("moe.balance", 'moe.balance = "none"'),
@@ -77,38 +74,6 @@ def test_a_stated_off_is_not_in_vain(tmp_path):
     lines = ["checkpoint.enable = false", "training.max_rollbacks = 0", "checkpoint.keep_best_k = 0"]
     assert load_config(write(tmp_path, *lines, "checkpoint.initial_load_model_only = false"))
     assert load_config(write(tmp_path, 'parallelism.expert_exchange = "auto"'))
-
-
-# Lines beside the key, number of processes, and the reason with the remedy; None: it pays.
-DEFERRED = [
-    ((), 4, "a step has one micro-batch, 4 sequences of all ranks, so that it only holds whole gradients in memory; "
-     "set training.global_batch_size = 8 or more"),
-    (("training.global_batch_size = 4",), 4, "a step has one micro-batch, 4 sequences"),
-    (("training.global_batch_size = [[0, 4], [9, 7]]",), 4, "a step has one micro-batch, 4 sequences"),
-    (("training.global_batch_size = [[0, 4], [9, 8]]",), 4, None),
-    (("training.global_batch_size = 8",), 4, None),
-    ((), None, None),
-    (("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size = 8"), 4, "a pipeline sums gradients "
-     "once per step in any case"),
-    (('training.mixed_precision_reduce = "bfloat16"', "training.global_batch_size = 8"), 4, 'mixed_precision_reduce = '
-     '"bfloat16" would lose small gradients in sums over micro-batches; set training.mixed_precision_reduce = '
-     '"float32"'),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("lines", "ranks", "reason"), DEFERRED)
-def test_gradients_that_are_deferred_in_vain_are_refused_with_the_reason(lines, ranks, reason, tmp_path):
-    key = "parallelism.defer_gradient_sync"
-    path = write(tmp_path, *lines, f"{key} = true", "training.local_batch_size = 1")
-    if reason is None:
-        assert load_config(path, world_size=ranks)
-        return
-    with pytest.raises(UserError) as caught:
-        load_config(path, world_size=ranks)
-    (fault,) = caught.value.faults
-    assert (
-        f"{key} = true: " in fault and reason in fault and fault.endswith(f"or remove {key}") or "in any case" in fault
-    )
 
 
 def test_an_exchange_without_expert_parallelism_is_one_fault(tmp_path):

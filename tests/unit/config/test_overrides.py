@@ -174,3 +174,15 @@ def test_file_is_not_blamed_for_what_the_command_line_replaced(file):
     assert load_config(file, ["--training.seq_len", "64"]).training.seq_len == 64
     (fault,) = faults_of(file, "--training.seq_len", "0")
     assert fault.startswith("command line: training.seq_len = 0:")
+
+
+def test_a_value_that_nobody_has_stated_is_called_a_default(tmp_path):
+    """The command line is blamed for a section that needs another value of this key."""
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nflavor = "debug"\n[training]\nsteps = 3\nseq_len = 64\n[moe]\nz_loss_weight = 0.1\n')
+    with pytest.raises(UserError) as error:
+        load_config(path, ["--adapter.rank", "8"])
+    faults = {fault.partition(" = ")[0]: fault for fault in error.value.faults}
+    rate = faults["command line: moe.bias_update_rate"]
+    assert rate.startswith("command line: moe.bias_update_rate = 0.001 (the default): must be 0 under [adapter]")
+    assert "(the default)" not in faults["run.toml and command line: moe.z_loss_weight".replace("run.toml", str(path))]

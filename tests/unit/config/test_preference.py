@@ -34,6 +34,10 @@ START = 'initial_load_path = "base"'
 # Old and new text; what the message says.
 BAD = {
     "beta": (("beta = 0.1", "beta = 0.0"), ["finetune.preference.beta = 0", "greater than 0"]),
+    "a teacher": (
+        ("beta = 0.1", 'beta = 0.1\n[finetune.distillation]\nload_path = "teacher"'),
+        ["finetune.distillation: was removed", 'with rl.algorithm = "distillation"; remove the section'],
+    ),
     "smoothing": (("beta = 0.1", "label_smoothing = 0.5"), ["finetune.preference.label_smoothing = 0.5", "less than"]),
     "weight": (("beta = 0.1", "sft_weight = -1.0"), ["finetune.preference.sft_weight = -1"]),
     "loss": (("beta = 0.1", 'loss_type = "dpo"'), ["finetune.preference.loss_type", "sigmoid", "kto"]),
@@ -90,8 +94,6 @@ BAD = {
         (START, START + '\ninitial_load_exclude = ["lm_head*"]'), ["initial_load_exclude", "remove checkpoint.initial"],
     ),
     "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1", "must be 0", "set it to 0"]),
-    "tasks": (("[training]", "[validation]\nenable = true\ntasks = [{kind = 'needle', lengths = [16]}]\n[training]"),
-              ["validation.tasks", "remove them"]),
     "adapters of another run": (
         ("[training]", LORA + "initial_load_path = 'peft'\n[training]"),
         ['adapter.initial_load_path = "peft"', "convert merge"],

@@ -108,7 +108,7 @@ def test_the_page_of_fine_tuning_has_what_is_planned(name, gpus, gib, speed, hou
             continue
         config = load_config(FOLDER / f"{name}.toml", options, world_size=int(gpus))
         plan = resolve_plan(config, int(gpus), host_ranks=GPUS_PER_NODE)
-        cost = run_cost(plan, TargetCluster(find_accelerator("H100"), int(gpus)), None)
+        cost = run_cost(plan, TargetCluster(find_accelerator("H100"), int(gpus)))
         assert largest_stage(stage_memory(plan)).total / GIB == pytest.approx(int(said[0]), abs=ROUNDING)
         assert cost.tokens_per_second == pytest.approx(int(said[1].replace(",", "")), rel=SPEED_ROUNDING)
         if not options:
@@ -140,7 +140,7 @@ def test_a_checkpoint_interval_of_ours_loses_no_time_to_failures(path):
     """At most 1 % more than the best one; others are those of their sources, and `plan` says what they lose."""
     gpus, machine = gpus_of(path)
     plan = resolve_plan(load_config(path), gpus, host_ranks=GPUS_PER_NODE)
-    cost = run_cost(plan, TargetCluster(find_accelerator(machine.gpus[0].name), gpus), None)
+    cost = run_cost(plan, TargetCluster(find_accelerator(machine.gpus[0].name), gpus))
     found = effective_time(plan, cost)
     assert found is None or found.ratio > found.best_ratio - 0.01
 

@@ -39,10 +39,10 @@ ALLOWED = {
     ("glm45_paper_phase2", "glm45_paper_phase3"): ALWAYS | STAGES | MESH | {"model.rope_theta", "checkpoint.interval"},
     ("glm46_phase1", "glm46_phase2"): ALWAYS | LENGTHS | {"checkpoint.interval"},
     ("glm46_phase2", "glm46_phase3"):
-        ALWAYS | STAGES | MESH | {"parallelism.pipeline_parallel_degree", "checkpoint.interval", "validation.tasks"},
+        ALWAYS | STAGES | MESH | {"parallelism.pipeline_parallel_degree", "checkpoint.interval"},
     ("debug_phase1", "debug_phase2"):
         ALWAYS | STAGES | {"training.local_batch_size", "parallelism.data_parallel_shard_degree"},
-    ("debug_phase2", "debug_phase3"): ALWAYS | STAGES | MESH | {"training.local_batch_size", "validation.tasks"},
+    ("debug_phase2", "debug_phase3"): ALWAYS | STAGES | MESH | {"training.local_batch_size"},
 }  # fmt: skip
 
 

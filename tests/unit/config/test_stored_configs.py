@@ -7,6 +7,7 @@ import tomli
 import tomli_w
 
 from glm46.config.errors import UserError
+from glm46.config.finetune import FineTuneConfig
 from glm46.config.loader import config_from, dump_config, stored_config
 from glm46.engine.inference.stored_model import stored_model
 from glm46.engine.training.origin import saved_run
@@ -46,7 +47,10 @@ def test_keys_of_two_sections_of_a_run_with_rl(stored):
     now = stored_config(tomli_w.dumps(stored))
     stored["rl"] = RL | {"mode": "full", "reference": {"load_path": "here", "load_in_hf": True}}
     stored["job"]["print_config"] = True
-    assert stored_config(tomli_w.dumps(stored)) == now and now.rl.reference.load_path == "here"
+    stored["finetune"] = {"distillation": {"load_path": "teacher", "top_k": 8}}
+    read = stored_config(tomli_w.dumps(stored))
+    assert read.finetune == FineTuneConfig()
+    assert read.model_copy(update={"finetune": None}) == now and now.rl.reference.load_path == "here"
 
 
 @pytest.mark.parametrize(("section", "keys", "words"), [
@@ -64,6 +68,13 @@ def test_keys_that_a_model_computes_by_are_refused(stored, tmp_path, section, ke
         with pytest.raises(UserError) as error:
             read()
         assert words in str(error.value) and "read the checkpoint with the version of glm46" in str(error.value)
+
+
+def test_the_scale_of_rank_stabilised_adapters_is_kept(stored):
+    stored["adapter"] = {"rank": 16, "alpha": 4.0, "rank_stabilized": True}
+    assert stored_config(tomli_w.dumps(stored)).adapter.scale == 4.0 / 16**0.5
+    stored["adapter"]["rank_stabilized"] = False
+    assert stored_config(tomli_w.dumps(stored)).adapter.scale == 4.0 / 16
 
 
 def test_a_key_that_never_was_is_skipped_elsewhere(stored):

@@ -68,3 +68,11 @@ def test_a_process_that_waited_for_a_removed_file_locks_the_new_one(tmp_path):
     finally:
         waiting.kill()
         waiting.wait()
+
+
+def test_only_its_owner_may_read_it(tmp_path):
+    """Whoever can read a file can hold a shared lock on it, with which nobody gets the exclusive one."""
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire(0.0)
+    assert lock.path.stat().st_mode & 0o777 == 0o600
+    lock.release()

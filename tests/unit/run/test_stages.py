@@ -12,7 +12,7 @@ from glm46.run.stages import rank_of_stage, split_layers, stages_of_rank
 
 def costs_of(shape, split, seq_len):
     costs = layer_flops(shape, seq_len)
-    stages = [sum(costs.of_layer[layer] for layer in layers) for layers in split]
+    stages = [sum(costs.per_layer[layer] for layer in layers) for layers in split]
     stages[-1] += costs.head_and_mtp
     return stages
 
@@ -20,7 +20,7 @@ def costs_of(shape, split, seq_len):
 def test_costs_of_the_layers_add_up_to_the_model():
     shape = PRESETS["GLM-4.6"]
     costs = layer_flops(shape, 4096)
-    assert sum(costs.of_layer) + costs.head_and_mtp == pytest.approx(training_flops(shape, 4096).total, rel=1e-12)
+    assert sum(costs.per_layer) + costs.head_and_mtp == pytest.approx(training_flops(shape, 4096).total, rel=1e-12)
 
 
 def test_92_layers_on_16_stages():

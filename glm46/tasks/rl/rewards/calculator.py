@@ -1,4 +1,4 @@
-"""A calculator as an environment, the example of a tool: ``"glm46.tasks.rl.rewards.calculator:calculate"``."""
+"""A calculator environment, an example of a tool: ``"glm46.tasks.rl.rewards.calculator:calculate"``."""
 
 import ast
 import operator
@@ -15,9 +15,9 @@ _LONGEST = 200
 
 
 def calculate(answer: Answer) -> str | None:
-    """The value of the expression in the last call of "calculator" in a turn, behind its thought, with + - * / and
-    brackets, as an integer or a fraction; what is wrong with it, which the policy can read; None for a turn without a
-    call."""
+    """Evaluate the expression, of numbers, + - * / and brackets, in the last call of "calculator" in a turn, calls in
+    its thought excluded. Return an integer or a fraction, or an error message that the policy can read; None for a turn
+    without a call."""
     if not (calls := _CALL.findall(answer.spoken)):
         return None
     try:

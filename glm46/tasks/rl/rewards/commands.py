@@ -1,4 +1,4 @@
-"""The words of a command in a config: those that name files, and what starts it."""
+"""Finds the program and the files named by a command in a config."""
 
 import json
 import shutil
@@ -8,11 +8,11 @@ from pathlib import Path
 from glm46.config.errors import UserError
 
 _FILES = (".py", ".sh", ".db")
-"""Ends of words that name files."""
+"""Suffixes of words that name files."""
 
 
 def found_program(command: Sequence[str], key: str = "rl.environment.command") -> list[str]:
-    """A command whose files can be found from another folder.
+    """Return a command with absolute paths, which works from another folder.
 
     Raises:
         UserError: its first word is not a program, or a script among its other words does not exist.

@@ -1,4 +1,4 @@
-"""The functions of a run: rewards, environment, filter. What may hang or crash runs in processes that can be killed."""
+"""Calls the functions of a run: rewards and environment. What may hang or crash runs in processes of its own."""
 
 import importlib
 import math
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from glm46.config.errors import UserError
 from glm46.config.rl import RLConfig
 from glm46.config.rl_data import EnvironmentConfig
-from glm46.storage.prepare.equal_results import load_math_verify
-from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs, require_jail
+from glm46.storage.judge.equal_results import load_math_verify
+from glm46.storage.judge.jail import describe_jail, jail_of_code, jail_of_programs, require_jail
 from glm46.storage.prepare.workers import end_worker, start_worker
 from glm46.tasks.rl.rewards.answer import (
     Answer,
@@ -30,40 +30,45 @@ from glm46.tasks.rl.rewards.answer import (
     remote,
     repetition,
     well_formed,
-)  # fmt: skip
+)
 from glm46.tasks.rl.rewards.choice import choice, choice_fault
 from glm46.tasks.rl.rewards.code import code
 from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rewards.label_tests import code_label_faults
 
 _HERE: dict[str, Reward] = {
-    "exact": exact, "choice": choice, "format": well_formed, "repetition": repetition,
+    "exact": exact,
+    "choice": choice,
+    "format": well_formed,
+    "repetition": repetition,
     "score": lambda answer, options: answer.score,
-}  # fmt: skip
+}
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
 READ_LABELS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
-    "exact": lambda labels: [*map(exact_fault, labels)], "choice": lambda labels: [*map(choice_fault, labels)],
-    "math": lambda labels: [*map(maths_fault, labels)], "code": code_label_faults,
-}  # fmt: skip
-"""Built-in rewards that are nothing without a label, each with what finds why it cannot judge one; empty if it can."""
+    "exact": lambda labels: [*map(exact_fault, labels)],
+    "choice": lambda labels: [*map(choice_fault, labels)],
+    "math": lambda labels: [*map(maths_fault, labels)],
+    "code": code_label_faults,
+}
+"""Built-in rewards that need a label, each with a function that explains why it cannot use a label; empty if it can."""
 
 _START_SECONDS = 120.0
-"""For a process to import what a reward of the user's imports."""
+"""Time limit for a process to import the user's functions."""
 
 
 class Score(NamedTuple):
-    """The judgement of an answer."""
+    """The score of an answer."""
 
     total: float | None
-    """Weighted sum of the parts; None if a reward failed: the sample is to be dropped."""
+    """Weighted sum of the parts; None if a reward failed, so that the sample is dropped."""
     parts: dict[str, float]
-    """By the name of each reward, before its weight; without those that failed."""
+    """Unweighted value of each reward by name; failed rewards are missing."""
     fault: str
-    """The first failure; empty if none."""
+    """First failure; empty if all rewards succeeded."""
 
     def plus(self, weight: float, value: float) -> "Score":
-        """The same with the reward of a network."""
+        """Add the reward of a reward model."""
         total = None if self.total is None else self.total + weight * value
         return self._replace(total=total, parts=self.parts | {"model": value})
 
@@ -72,56 +77,58 @@ class Reply(NamedTuple):
     """The reply of an environment to a turn."""
 
     text: str | None
-    """None: the conversation has ended."""
+    """Text of the reply; None ends the conversation."""
 
 
 class FunctionPool:
-    """Calls functions on answers: the rewards, the environment or the filter of a run. Several threads may.
+    """Calls functions on answers: the rewards or the environment of a run. Thread-safe.
 
     Args:
         rules: all functions; their names differ.
-        processes: at most this many calls run at once of functions that may hang.
-        key: of the configuration, for messages.
+        processes: maximum number of concurrent calls of functions that may hang.
+        key: config key for messages.
 
     Raises:
-        UserError: a function of the user's cannot be loaded.
+        UserError: a user's function cannot be loaded.
     """
 
     def __init__(self, rules: Sequence[RewardRule], processes: int = 4, key: str = "rl.rewards"):
-        self._rules, self._most = tuple(rules), processes
+        self._rules = tuple(rules)
+        self._most = processes
         self.names = [rule.name for rule in rules]
         self._key = key
         self._idle: list[tuple[Connection, BaseProcess]] = []
         self._processes = set[BaseProcess]()
-        """All that may run."""
-        self._lock, self._starting, self._is_closed = threading.Lock(), threading.Lock(), False
+        """All processes that may be running."""
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._is_closed = False
         self._numbers = count(1)
-        """Of the tasks that are handed out."""
+        """Numbers of tasks."""
         if any(rule.name not in _HERE for rule in self._rules):
             self._idle.append(self._start())
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """The scores of the answers in their order. An error, a value that is not a finite number, or no value
-        within the time of its rule drops the answer."""
+        """Return the scores of the answers in order. An error, a value that is not a finite number, or no value within
+        the time limit of its rule drops the answer."""
         rules = range(len(self._rules))
         values = iter(self._values([(rule, answer) for answer in answers for rule in rules]))
         return [self._score(list(islice(values, len(rules)))) for _ in answers]
 
-    def values(self, name: str, answers: Sequence[Any]) -> list[Any]:
-        """The result of one function for each answer, or a text that says why it has none. A reward gets an `Answer`,
-        the function of rl.filter a list of `Scored`; both give a number."""
+    def values(self, name: str, answers: Sequence[Answer]) -> list[Any]:
+        """Return the result of one function for each answer, or a text with the reason for a failure."""
         number = self.names.index(name)
         return self._values([(number, answer) for answer in answers])
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
-        """Replies of the environment to each turn, or as a text the reason for none: it raised, hung or returned no
-        text. A turn that says nothing after its thought, or never closed it, ends the conversation: calls in a thought
-        are drafts."""
+        """Return the environment's reply to each turn, or a text with the reason for a failure: it raised, hung or
+        returned no text. A turn without text after its thought, or with an open thought, ends the conversation, because
+        calls in a thought are drafts."""
         replies = iter(self.values(self.names[0], [answer for answer in answers if answer.spoken]))
         return [next(replies) if answer.spoken else Reply(None) for answer in answers]
 
     def close(self) -> None:
-        """End the processes, also those of calls in other threads, which start none any more."""
+        """End all processes, including those of calls in other threads, and start no more."""
         with self._lock:
             self._is_closed = True
         for process in list(self._processes):
@@ -133,16 +140,19 @@ class FunctionPool:
         self._processes.discard(process)
 
     def _score(self, values: Sequence[object]) -> Score:
-        parts, total, fault = {}, 0.0, ""
+        parts = {}
+        total = 0.0
+        fault = ""
         for rule, value in zip(self._rules, values, strict=True):
             if isinstance(value, float):
-                parts[rule.name], total = value, total + rule.weight * value
+                parts[rule.name] = value
+                total = total + rule.weight * value
             else:
                 fault = fault or f"{rule.name}: {value}"
         return Score(None if fault else total, parts, fault)
 
     def _start(self) -> tuple[Connection, BaseProcess]:
-        """Start a process, and wait until it has loaded the functions."""
+        """Start a process and wait until it has loaded the functions."""
         with self._lock:
             if self._is_closed:
                 raise UserError(f"{self._key}: its processes were ended, because the run ends")
@@ -157,14 +167,15 @@ class FunctionPool:
         except (EOFError, OSError):
             raise UserError(f"{self._key}: the process that imports its functions ended") from None
         if number is None:
-            own = ", ".join(name for name in self.names if ":" in name)
+            user_functions = ", ".join(name for name in self.names if ":" in name)
             reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{self._key}: a function cannot be loaded: {reason}; correct {own}") from error
+            raise UserError(f"{self._key}: a function cannot be loaded: {reason}; correct {user_functions}") from error
         return connection, process
 
     def _values(self, tasks: Sequence[tuple[int, Any]]) -> list[Any]:
-        """The value of each task, which is the number of a rule and an answer, or why there is none."""
-        threads, calls = ThreadPoolExecutor(self._most), list[Future[Any] | None]()
+        """Return the value, or the reason for a failure, of each task: the index of a rule and an answer."""
+        threads = ThreadPoolExecutor(self._most)
+        calls = list[Future[Any] | None]()
         try:
             for rule, answer in tasks:
                 calls.append(None if self._rules[rule].name in _HERE else threads.submit(self._call, rule, answer))
@@ -176,30 +187,33 @@ class FunctionPool:
             threads.shutdown(cancel_futures=True)
 
     def _call(self, rule: int, answer: Any) -> Any:
-        """The value of a function that may hang, by a process, or why there is none."""
+        """Call a function that may hang in a process; return its value, or the reason for a failure."""
         while True:
-            asked, is_new, is_sent = next(self._numbers), False, False
+            task_number = next(self._numbers)
+            is_new = False
+            is_sent = False
             try:
                 connection, process = self._idle.pop()
-            except IndexError:  # asked for: another thread may have taken the last one
-                with self._starting:  # one after another: each imports what the user's module does
+            except IndexError:  # no check before `pop`: another thread may take the last one
+                with self._starting:  # one at a time: each imports the user's modules
                     connection, process = self._start()
                 is_new = True
             try:
                 if process.exitcode is not None:  # the pipe of a killed process may take a task for a moment
                     raise EOFError
-                connection.send((asked, (rule, answer)))
-                is_sent, end = True, time.monotonic() + self._rules[rule].seconds
+                connection.send((task_number, (rule, answer)))
+                is_sent = True
+                end = time.monotonic() + self._rules[rule].seconds
                 while connection.poll(max(end - time.monotonic(), 0.0)):
                     number, value, _ = connection.recv()
-                    if number == asked:  # else of a task before
+                    if number == task_number:  # otherwise it belongs to an earlier task
                         self._idle.append((connection, process))
                         return value
             except Exception as error:
                 self._end(process)
                 if not isinstance(error, EOFError | OSError):
                     raise UserError(f"{self._key}: a label cannot be pickled: {error}; simplify it") from error
-                if is_new or is_sent:  # else it has ended before
+                if is_new or is_sent:  # otherwise it had ended before: try another process
                     return f"its process ended with code {process.exitcode}"
             else:
                 self._end(process)
@@ -207,25 +221,28 @@ class FunctionPool:
 
 
 def reward_pool(config: RLConfig) -> FunctionPool:
-    """The functions of [[rl.rewards]], without the reward of a network."""
-    tables = [one for one in config.rewards if one != config.reward_model]
+    """Return the functions of [[rl.rewards]], without the reward model."""
+    tables = [rule for rule in config.rewards if rule != config.reward_model]
     for table in tables:
         if table.name == "code":
             require_jail(jail_of_code(), "sandbox of the reward code", table.options.get("sandbox"))
-    return FunctionPool([RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in tables])
+    return FunctionPool([RewardRule(rule.name, rule.weight, rule.timeout_seconds, rule.options) for rule in tables])
 
 
 def sandbox_lines(config: RLConfig) -> list[str]:
-    """The sandboxes of what runs programs."""
-    table = config.environment
-    lines = [f"code: {describe_jail(jail_of_code())}"] if any(one.name == "code" for one in config.rewards) else []
-    if table is not None and table.kind != "function":
-        lines.append(f"rl.environment: {describe_jail(jail_of_programs())}")
+    """Describe the sandboxes of features that run programs."""
+    lines = []
+    if any(table.name == "code" for table in config.rewards):
+        lines.append(f"code: {describe_jail(jail_of_code(), keeps_modes=True)}")
+    environment = config.environment
+    if environment is not None and environment.kind != "function":
+        keeps_modes = environment.sandbox == "required"
+        lines.append(f"rl.environment: {describe_jail(jail_of_programs(), keeps_modes=keeps_modes)}")
     return lines
 
 
 def environment_pool(table: EnvironmentConfig) -> FunctionPool:
-    """The function of [rl.environment]; none of a command, whose program is looked for."""
+    """Return the function of [rl.environment]. For a command the pool is empty, and its program must exist."""
     if table.kind != "function":
         require_jail(jail_of_programs(), "rl.environment.sandbox", table.sandbox)
         for key, command in (("command", table.command), ("score_command", table.score_command)):
@@ -236,18 +253,13 @@ def environment_pool(table: EnvironmentConfig) -> FunctionPool:
     return FunctionPool([rule], key="rl.environment")
 
 
-def filter_pool(name: str) -> FunctionPool:
-    """The function of rl.filter."""
-    return FunctionPool([RewardRule(name)], key="rl.filter")
-
-
 _LOADED: list[Callable[[Answer], Any]] = []
-"""In a process of a pool: the rewards by the number of their rule."""
+"""Functions by the index of their rule; only filled in a process of a pool."""
 
 
 def _load(rules: Sequence[RewardRule]) -> None:
     if any(rule.name == "math" for rule in rules):
-        load_math_verify()  # not in the time of the first answer
+        load_math_verify()  # before the first answer, whose time limit it would use up
     _LOADED.extend(partial(_value, rule, {rule.name: _find(rule)}) for rule in rules)
 
 
@@ -256,8 +268,8 @@ def _find(rule: RewardRule) -> Reward:
         built_in = (_HERE | _IN_PROCESSES)[rule.name]
         return lambda answer, options: built_in(answer, {**options, "timeout_seconds": rule.seconds})
     module, _, function = rule.name.partition(":")
-    of_user = getattr(importlib.import_module(module), function)
-    return lambda answer, options: of_user(answer, **options)
+    user_function = getattr(importlib.import_module(module), function)
+    return lambda answer, options: user_function(answer, **options)
 
 
 def _judge(rule: int, answer: Answer | None) -> Any:
@@ -265,17 +277,17 @@ def _judge(rule: int, answer: Answer | None) -> Any:
 
 
 def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | Reply | str:
-    """The value of a reward, or why there is none. Verifiers may raise a BaseException that is not an
-    Exception, as the timeout of math-verify is."""
+    """Return the value of a function, or the reason for a failure. Verifiers may raise a BaseException that is not an
+    Exception, such as the timeout of math-verify."""
     try:
         value: Any = rewards[rule.name](answer, rule.options)
         if rule.is_environment and (value is None or isinstance(value, str)):
             return Reply(value and value.encode("utf-8", "replace").decode())
-        if hasattr(value, "item") and not rule.is_environment:  # of NumPy or torch
+        if hasattr(value, "item") and not rule.is_environment:  # scalar of NumPy or torch
             value = value.item()
         if not rule.is_environment and isinstance(value, numbers.Real) and math.isfinite(value):
             return float(value)
         fault = f"gave {value!r:.60}, which is not a {'text' if rule.is_environment else 'finite number'}"
     except BaseException as error:
         fault = f"{type(error).__name__}: {error}"
-    return fault.encode("utf-8", "replace").decode()  # no record or log can hold a lone surrogate
+    return fault.encode("utf-8", "replace").decode()  # records and logs cannot hold lone surrogates

@@ -1,4 +1,4 @@
-"""Labels of the reward code: tests that can fail, told by their form, else by a run of programs that do nothing."""
+"""Checks that the tests in labels of the reward code can fail: by their form, else against meaningless programs."""
 
 import ast
 import json
@@ -7,24 +7,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from glm46.storage.prepare.limited import run_limited
+from glm46.storage.judge.limited import run_limited
 from glm46.tasks.rl.rewards import meaningless_programs, tested_program
-from glm46.tasks.rl.rewards.code import Case, cases_of
+from glm46.tasks.rl.rewards.code import Case, cases_of, without_digit_limit
 
-_ENDINGS = frozenset((
-    "exit", "quit", "sys.exit", "_exit", "os._exit", "os.abort", "abort", "os.kill", "os.killpg", "SystemExit",
-))  # fmt: skip
+_ENDINGS = frozenset(
+    (
+        "exit",
+        "quit",
+        "sys.exit",
+        "_exit",
+        "os._exit",
+        "os.abort",
+        "abort",
+        "os.kill",
+        "os.killpg",
+        "SystemExit",
+    )
+)
 _VERDICTS = frozenset(("yes", "no", "true", "false", "possible", "impossible"))
-_TESTS_OF_PROCESS, _SECONDS_OF_PROCESS = 1_000, 60
+_TESTS_OF_PROCESS = 1_000
+_SECONDS_OF_PROCESS = 60
 
 
+@without_digit_limit()
 def code_label_faults(labels: Sequence[Any]) -> list[str]:
-    """For each label the reason why a program without any answer passes its tests, or that it has none; else empty.
+    """Return for each label why its tests are missing, invalid, or pass without a solution; empty if they are usable.
 
-    Tests that could pass for a program that does nothing are run against such programs, all in few processes. A test
-    that takes too long there has no fault.
+    Tests whose form does not rule out a meaningless program are run against such programs, in few processes. A test
+    that times out there has no fault.
     """
-    faults, doubtful, alone = [], {}, set()
+    faults = []
+    doubtful = {}
+    alone = set()
     for number, label in enumerate(labels):
         try:
             cases = cases_of(label)
@@ -37,27 +52,27 @@ def code_label_faults(labels: Sequence[Any]) -> list[str]:
                 alone.add(number)
         except ValueError as error:
             faults.append(str(error))
-    tests = list(dict.fromkeys(test for some in doubtful.values() for test in some))
+    tests = list(dict.fromkeys(test for doubtful_tests in doubtful.values() for test in doubtful_tests))
     passed = dict(zip(tests, _passed_by_meaningless(tests), strict=True))
-    for number, some in doubtful.items():
-        for test in some:
+    for number, doubtful_tests in doubtful.items():
+        for test in doubtful_tests:
             if {"a true object", "a false object", "None"} <= passed[test]:
                 faults[number] = f"test {test:.60}: passes whatever the program gives; let it compare a result"
-        programs = set.intersection(*(passed[test] for test in some)) if number in alone else set()
+        programs = set.intersection(*(passed[test] for test in doubtful_tests)) if number in alone else set()
         programs -= {"1", "0", *("just True",) * ("1" in programs), *("just False",) * ("0" in programs)}
         if not faults[number] and programs:
             faults[number] = (
-                f"test {some[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; "
+                f"test {doubtful_tests[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; "
                 "add a test with another result"
             )
     return faults
 
 
 def _check_form(cases: Sequence[Case]) -> None:
-    """Raise ValueError for a test that needs no run to see that it cannot fail."""
+    """Raise ValueError for a test that is invalid or cannot fail, as far as its form shows."""
     for case in cases:
         if case.expected is not None:
-            if case.expected.strip().casefold() in _VERDICTS and len({one.expected for one in cases}) == 1:
+            if case.expected.strip().casefold() in _VERDICTS and len({other.expected for other in cases}) == 1:
                 raise ValueError(
                     f"outputs: all are {case.expected.strip()}, which a program gives that does not read its input; "
                     "add a case with another output"
@@ -70,7 +85,8 @@ def _check_form(cases: Sequence[Case]) -> None:
         shown = " ".join(case.test.split())
         try:
             has_assert = any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(case.test)))
-            is_asked, ending = bool(tested_program.asked_names(case.test)), _ends_itself(case.test)
+            is_asked = bool(tested_program.asked_names(case.test))
+            ending = _ends_itself(case.test)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"test {shown:.60}: is not Python ({error}); correct it") from None
         if ending:
@@ -85,8 +101,8 @@ def _check_form(cases: Sequence[Case]) -> None:
 
 
 def _compares(test: str) -> bool:
-    """True if a statement asserts that a call of the program gives a value that says something, so that a program that
-    does nothing fails."""
+    """Return True if a statement asserts that a call of the program returns a literal other than None, True and False,
+    so that a meaningless program fails."""
     names = tested_program.asked_names(test)
     for node in ast.parse(test).body:
         match node:
@@ -94,30 +110,31 @@ def _compares(test: str) -> bool:
                 test=ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[value])
             ):
                 with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    found = ast.literal_eval(value)
-                    if name in names and found is not None and not isinstance(found, bool):
+                    expected = ast.literal_eval(value)
+                    if name in names and expected is not None and not isinstance(expected, bool):
                         return True
     return False
 
 
 def _ends_itself(test: str) -> str:
-    """The call or statement with which a test ends its process, such as ``sys.exit``; empty if it has none."""
+    """Return the call or exception with which a test ends its process, such as ``sys.exit``; empty if it has none."""
     for node in ast.walk(ast.parse(test)):
-        found = node.func if isinstance(node, ast.Call) else node.exc if isinstance(node, ast.Raise) else None
-        if (name := ast.unparse(found) if found else "") in _ENDINGS:
+        expression = node.func if isinstance(node, ast.Call) else node.exc if isinstance(node, ast.Raise) else None
+        if (name := ast.unparse(expression) if expression else "") in _ENDINGS:
             return name
     return ""
 
 
 def _passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
-    """For each test the programs of `meaningless_programs` that pass it; none where there was no time."""
-    found, script = list[set[str]](), Path(meaningless_programs.__file__).read_text(encoding="utf-8")
+    """Return for each test the programs of `meaningless_programs` that pass it; empty after a timeout."""
+    passed = list[set[str]]()
+    script = Path(meaningless_programs.__file__).read_text(encoding="utf-8")
     limits = dict(cpu_seconds=_SECONDS_OF_PROCESS, seconds=_SECONDS_OF_PROCESS, memory_gib=1)
-    while len(found) < len(tests):
-        some = tests[len(found) : len(found) + _TESTS_OF_PROCESS]
-        asked = [(one, tested_program.asked_names(one), tested_program.named_modules(one)) for one in some]
-        lines = run_limited(script, json.dumps(asked), **limits).output.split("\n")[:-1][: len(some)]
-        found += [set(json.loads(line)) for line in lines]
-        if len(lines) < len(some):  # a test that ends the process is judged by none; others go to another process
-            found.append(set())
-    return found
+    while len(passed) < len(tests):
+        batch = tests[len(passed) : len(passed) + _TESTS_OF_PROCESS]
+        jobs = [(test, tested_program.asked_names(test), tested_program.named_modules(test)) for test in batch]
+        lines = run_limited(script, json.dumps(jobs), **limits).output.split("\n")[:-1][: len(batch)]
+        passed += [set(json.loads(line)) for line in lines]
+        if len(lines) < len(batch):  # the next test ended the process: skip it, and start another process
+            passed.append(set())
+    return passed

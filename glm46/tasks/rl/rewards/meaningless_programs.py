@@ -1,7 +1,7 @@
-"""Runs tests of programs against programs that do nothing, as a script, which imports the standard library alone.
+"""Runs tests of programs against meaningless programs. This is a script that imports only the standard library.
 
-Standard input is a list in JSON, of a test, the names of the program in it and the modules that it names without an
-import. For each test the script writes a line: the names of the programs that pass it.
+Standard input is a JSON list. Each entry has a test, the names of the program in it, and the modules that it uses
+without an import. For each test the script writes a line with the names of the programs that pass it.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 
 class _Meaningless:
-    """A result without a meaning. It is equal to nothing else, has each attribute, and calls give another one."""
+    """A meaningless result: it equals nothing else, has every attribute, and returns another one when called."""
 
     def __init__(self, is_true: bool):
         self._is_true = is_true
@@ -22,9 +22,9 @@ class _Meaningless:
         return self._is_true
 
     def __getattr__(self, name: str):
-        return lambda *given, **named: _Meaningless(self._is_true)
+        return lambda *args, **kwargs: _Meaningless(self._is_true)
 
-    def __call__(self, *given, **named):
+    def __call__(self, *args, **kwargs):
         return _Meaningless(self._is_true)
 
     def __iter__(self):
@@ -37,7 +37,7 @@ class _Meaningless:
 
 
 class _Only(_Meaningless):
-    """Equal to one truth value, and unlike it to no number."""
+    """A result that equals one boolean, but, unlike the boolean, no number."""
 
     def __eq__(self, other) -> bool:
         return other is self._is_true
@@ -52,18 +52,26 @@ def _returning(value):
 
 
 _PROGRAMS = {
-    "a true object": _Meaningless(True), "a false object": _returning(_Meaningless(False)), "None": _returning(None),
-    "an error": _raise, "True": _returning(_Only(True)), "False": _returning(_Only(False)),
-    "just True": _returning(True), "just False": _returning(False), "1": _returning(1), "0": _returning(0),
-}  # fmt: skip
-"""Stand-ins for each name of a program that does nothing, by what its functions give. Python takes True for 1, which
-may be a result that says something."""
+    "a true object": _Meaningless(True),
+    "a false object": _returning(_Meaningless(False)),
+    "None": _returning(None),
+    "an error": _raise,
+    "True": _returning(_Only(True)),
+    "False": _returning(_Only(False)),
+    "just True": _returning(True),
+    "just False": _returning(False),
+    "1": _returning(1),
+    "0": _returning(0),
+}
+"""Stand-ins for the names of a meaningless program, by what its functions return. True and False have two: Python's own
+equal 1 and 0, which may be meaningful results."""
 _SECONDS_OF_TEST = 0.5
 
 
 def _run() -> None:
-    verdicts, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):  # of the tests
+    verdicts = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # silence the tests
         os.dup2(nowhere, output)
 
     def late(*_):
@@ -71,13 +79,15 @@ def _run() -> None:
 
     signal.signal(signal.SIGALRM, late)
     for test, names, modules in json.load(sys.stdin):
-        passed, compiled, scope = [], compile(test, "test", "exec"), {"__name__": "__main__"}
+        passed = []
+        compiled = compile(test, "test", "exec")
+        scope = {"__name__": "__main__"}
         with ExitStack() as stack:
-            stack.push(lambda *_: True)  # a module that is not here
+            stack.push(lambda *_: True)  # ignore modules that cannot be imported
             scope |= {name: importlib.import_module(module) for name, module in modules.items()}
         for name, stand_in in _PROGRAMS.items():
             with ExitStack() as stack:
-                stack.push(lambda *_: True)  # a test that fails, in whatever way
+                stack.push(lambda *_: True)  # ignore any failure of a test
                 signal.setitimer(signal.ITIMER_REAL, _SECONDS_OF_TEST)
                 exec(compiled, scope | dict.fromkeys(names, stand_in))
                 passed.append(name)

@@ -1,14 +1,15 @@
-"""The two ends of the pipes between a test and the program that it tests. Each runs in a limited process of its own, as
-a script, which imports the standard library alone.
+"""Runs a test and the program that it tests in two limited processes, connected by pipes. Each process runs this file
+as a script, which imports only the standard library.
 
-The test runs at its end for real. Names that the program defines are stand-ins there: a call goes to the other process,
-and its result comes back as a value, so that the test compares values by Python's own operators. The program sees calls
-and never what they are compared with. If its process ends, or is replaced, the test fails.
+In the process of the test, the names that the program defines are stand-ins: a call goes to the other process, and its
+result comes back as a value, which the test compares with Python's own operators. The program sees calls, but not the
+expected values. If its process ends or replaces itself, the test fails.
 """
 
 import ast
 import builtins
 import importlib
+import importlib.util
 import json
 import operator
 import os
@@ -25,41 +26,74 @@ _CHANGEABLE = (list, dict, set, deque)
 _ANSWERS_OF_DATA = {
     name for kind in (str, set, float) for name in dir(kind) if name.startswith(("is", "startswith", "endswith"))
 }
-"""Methods of built-in types that say true or false: an object of the program's that has them would be believed."""
+"""Predicates of built-in types. Objects of the program do not get them, because a test would trust their answers."""
 
 _UNARY = (
-    "len", "iter", "next", "str", "repr", "int", "float", "bool", "hash", "neg", "abs",
-    "getitem", "setitem", "delitem",
-)  # fmt: skip
+    "len",
+    "iter",
+    "next",
+    "str",
+    "repr",
+    "int",
+    "float",
+    "bool",
+    "hash",
+    "neg",
+    "abs",
+    "getitem",
+    "setitem",
+    "delitem",
+)
 _BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _OPERATIONS = {
     **{name: getattr(operator, name, None) or getattr(builtins, name) for name in (*_UNARY, *_BINARY)},
-    "get": getattr, "set": setattr, "isinstance": isinstance,
-    "call": lambda function, given, named: function(*given, **named),
-}  # fmt: skip
+    "get": getattr,
+    "set": setattr,
+    "isinstance": isinstance,
+    "call": lambda function, args, kwargs: function(*args, **kwargs),
+}
+
+
+_NEVER_SENT = (
+    types.ModuleType,
+    types.FrameType,
+    types.CodeType,
+    types.TracebackType,
+    types.CellType,
+    types.MappingProxyType,
+)
+"""Types that give access to all other objects of a process."""
+
+
+def _is_namespace(value) -> bool:
+    """Return True for the namespace of a module, which gives access to Python's built-in functions."""
+    return isinstance(value, dict) and ("__builtins__" in value or "__spec__" in value)
 
 
 class _Peer:
-    """This end: asks the other one for operations on its objects, and answers its questions in the meantime.
+    """This end of the pipes: requests operations on objects of the other end, and meanwhile serves its requests.
 
     Args:
         reading, writing: file descriptors.
-        operations: what this end answers.
+        operations: functions that the other end may call.
     """
 
     def __init__(self, reading: int, writing: int, operations: dict):
-        self._lines, self._writing, self._operations = os.fdopen(reading, "rb"), writing, operations
-        self._objects, self._remotes = list[object](), dict[int, object]()
+        self._lines = os.fdopen(reading, "rb")
+        self._writing = writing
+        self._operations = operations
+        self._objects = list[object]()
+        self._remotes = dict[int, object]()
         for descriptor in (reading, writing):
             os.set_inheritable(descriptor, False)
 
     def ask(self, operation: str, *values):
-        """The result of an operation at the other end.
+        """Return the result of an operation at the other end.
 
         Raises:
-            Exception: what the operation raised there, as the nearest built-in class.
+            Exception: the error of the operation there, as the nearest built-in class.
         """
-        word = os.urandom(16).hex()  # a program cannot write a reply before it has read the question
+        word = os.urandom(16).hex()  # so that a program cannot write a reply before it has read the request
         self._send({"ask": operation, "values": self.encode(values), "word": word})
         while True:
             message = self._receive()
@@ -76,7 +110,7 @@ class _Peer:
         return self.decode(message["result"])
 
     def serve(self) -> None:
-        """Answer questions until the other end is closed."""
+        """Serve requests until the other end is closed."""
         while True:
             self._answer(self._receive())
 
@@ -98,10 +132,10 @@ class _Peer:
         self._send(reply)
 
     def _send(self, message: dict) -> None:
-        left = json.dumps(message).encode() + b"\n"
+        unsent = json.dumps(message).encode() + b"\n"
         try:
-            while left:
-                left = left[os.write(self._writing, left) :]
+            while unsent:
+                unsent = unsent[os.write(self._writing, unsent) :]
         except BrokenPipeError:
             os._exit(1)
 
@@ -112,14 +146,16 @@ class _Peer:
         return json.loads(line)
 
     def encode(self, value):
-        """A value as JSON: data by what it holds, other objects by a number."""
+        """Convert a value to JSON: data by content, other objects by number."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
+        if isinstance(value, _NEVER_SENT) or _is_namespace(value):
+            raise TypeError(f"a {type(value).__name__} of the other process stays there")
         if isinstance(value, dict):
-            return {"dict": [[self.encode(key), self.encode(one)] for key, one in value.items()]}
+            return {"dict": [[self.encode(key), self.encode(entry)] for key, entry in value.items()]}
         for name, kind in _KINDS.items():
             if isinstance(value, kind):
-                return {name: [self.encode(one) for one in value]}
+                return {name: [self.encode(entry) for entry in value]}
         if isinstance(value, bytes | bytearray):
             return {"bytes": value.hex()}
         if isinstance(value, (*_NUMBERS.values(),)):
@@ -131,33 +167,33 @@ class _Peer:
         self._objects.append(value)
         return {"object": len(self._objects) - 1}
 
-    def decode(self, found):
-        """The value of JSON."""
-        if not isinstance(found, dict):
-            return found
-        [(name, held)] = found.items()
+    def decode(self, encoded):
+        """Convert JSON of `encode` back to a value."""
+        if not isinstance(encoded, dict):
+            return encoded
+        [(name, content)] = encoded.items()
         if name == "dict":
-            return {self.decode(key): self.decode(one) for key, one in held}
+            return {self.decode(key): self.decode(entry) for key, entry in content}
         if name in _KINDS:
-            return _KINDS[name](self.decode(one) for one in held)
+            return _KINDS[name](self.decode(entry) for entry in content)
         if name == "bytes":
-            return bytes.fromhex(held)
+            return bytes.fromhex(content)
         if name in _NUMBERS:
-            return _NUMBERS[name](held)
+            return _NUMBERS[name](content)
         if name == "yours":
-            return self._objects[held]
-        return self._remotes.setdefault(held, Remote(self, held))
+            return self._objects[content]
+        return self._remotes.setdefault(content, Remote(self, content))
 
 
 class Remote:
-    """An object of the other process. It is equal to no value of this one, whatever its class says."""
+    """An object of the other process. It equals no value of this process, whatever its class defines."""
 
     def __init__(self, peer: _Peer, number: int):
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *given, **named):
-        return self._peer.ask("call", self, list(given), named)
+    def __call__(self, *args, **kwargs):
+        return self._peer.ask("call", self, list(args), kwargs)
 
     def __getattr__(self, name: str):
         if name in _ANSWERS_OF_DATA:
@@ -167,8 +203,8 @@ class Remote:
     def __setattr__(self, name: str, value) -> None:
         self._peer.ask("set", self, name, value)
 
-    def __instancecheck__(self, one) -> bool:
-        return isinstance(one, Remote) and self._peer.ask("isinstance", one, self)
+    def __instancecheck__(self, instance) -> bool:
+        return isinstance(instance, Remote) and self._peer.ask("isinstance", instance, self)
 
 
 def _asking(name: str):
@@ -186,37 +222,40 @@ for _name in _BINARY:
 
 
 def _replace(mine, changed) -> None:
-    """Give a list, set or table that was handed over the values that the call left in it."""
+    """Update a list, set or dict that was passed as an argument with the changes that the call made."""
     if isinstance(mine, _CHANGEABLE) and type(mine) is type(changed) and mine != changed:
         mine.clear()
         (mine.extend if isinstance(mine, list | deque) else mine.update)(changed)
 
 
 def asked_names(test: str) -> list[str]:
-    """Names that a test reads and does not define: those of the program; of built-in ones only if there are no others,
-    those that it calls.
+    """Return the names that a test reads and does not define, which the program must define. If there are only built-in
+    names, return those that it calls.
 
     Raises:
-        SyntaxError: it is not Python.
+        SyntaxError: the test is not Python.
     """
-    read, called, own, modules = dict[str, None](), dict[str, None](), set[str](), set[str]()
+    read = dict[str, None]()
+    called = dict[str, None]()
+    defined = set[str]()
+    modules = set[str]()
     for node in ast.walk(ast.parse(test)):
         if isinstance(node, ast.Name):
-            read.setdefault(node.id) if isinstance(node.ctx, ast.Load) else own.add(node.id)
+            read.setdefault(node.id) if isinstance(node.ctx, ast.Load) else defined.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.arg):
-            own.add(node.arg)
+            defined.add(node.arg)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            own.update((one.asname or one.name).partition(".")[0] for one in node.names)
+            defined.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ExceptHandler) and node.name:
-            own.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called.setdefault(node.func.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _is_module(node.value.id):
             modules.add(node.value.id)
-    free = [name for name in read if name not in own and name not in modules and not hasattr(builtins, name)]
-    return free or [name for name in called if name not in own and hasattr(builtins, name)]
+    free = [name for name in read if name not in defined and name not in modules and not hasattr(builtins, name)]
+    return free or [name for name in called if name not in defined and hasattr(builtins, name)]
 
 
 def _is_module(name: str) -> bool:
@@ -224,7 +263,7 @@ def _is_module(name: str) -> bool:
 
 
 def _run_program(reading: int, writing: int) -> None:
-    """At the end of the program, which is ``program.py``."""
+    """Run the program ``program.py`` and serve requests of the test."""
     module = types.ModuleType("program")
     sys.modules["program"] = module
     with open("program.py", encoding="utf-8") as file:
@@ -232,46 +271,55 @@ def _run_program(reading: int, writing: int) -> None:
 
     def named(name: str):
         if hasattr(module, name) or not hasattr(module, "Solution"):
-            found = getattr(module, name)
+            value = getattr(module, name)
         else:
-            found = getattr(module.Solution(), name)
-        if isinstance(found, types.ModuleType):
+            value = getattr(module.Solution(), name)
+        if isinstance(value, types.ModuleType):
             raise AttributeError(name)
-        return found
+        return value
 
     peer = _Peer(reading, writing, {**_OPERATIONS, "name": named})
     exec(compile(source, "program.py", "exec"), module.__dict__)
     peer.serve()
 
 
-def _run_test(reading: int, writing: int, verdict: int) -> None:
-    """At the end of the test, which is standard input; writes to ``verdict`` if it passes."""
+def _run_test(reading: int, writing: int, verdict: int, rules: str) -> None:
+    """Run the test, which is read from standard input; write to ``verdict`` if it passes.
 
-    def get(one, name: str):
-        if name.startswith("_"):  # what functions and classes know of the test
-            raise AttributeError(name)
-        return getattr(one, name)
-
+    Args:
+        rules: path of ``objects_of_tests.py``.
+    """
     test = sys.stdin.read()
-    peer = _Peer(reading, writing, {**_OPERATIONS, "get": get})
-    peer.ask("bool", True)  # the program has come to its end
+    spec = importlib.util.spec_from_file_location("objects_of_tests", rules)
+    assert spec is not None and spec.loader is not None, rules
+    objects_of_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(objects_of_tests)
+    peer = _Peer(reading, writing, objects_of_tests.permitted_operations(_OPERATIONS))
+    peer.ask("bool", True)  # returns when the program has run to its end
     scope: dict[str, object] = {"__name__": "__main__"}
     scope |= {name: importlib.import_module(module) for name, module in named_modules(test).items()}
     for name in asked_names(test):
         try:
             scope[name] = peer.ask("name", name)
         except AttributeError:
-            continue  # the test meets a NameError, if it comes to this name
+            continue  # the test raises NameError if it reaches this name
     exec(compile(test, "test", "exec"), scope)
     os.write(verdict, b"passed")
 
 
 def named_modules(test: str) -> dict[str, str]:
-    """Modules that a test names without an import, by their names in it."""
+    """Return the modules that a test uses without an import, by their names in it."""
     names = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name) and _is_module(node.id)}
     return {name: {"np": "numpy"}.get(name, name) for name in names}
 
 
+def _main(side: str, *words: str) -> None:
+    if side == "test":
+        reading, writing, verdict, rules = words
+        _run_test(int(reading), int(writing), int(verdict), rules)
+    else:
+        _run_program(*map(int, words))
+
+
 if __name__ == "__main__":
-    side, *descriptors = sys.argv[1:]
-    (_run_test if side == "test" else _run_program)(*map(int, descriptors))
+    _main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Generates groups of samples or episodes on servers, while the caller trains, and through updates of the weights."""
+"""Generates groups of samples or episodes on servers while the caller trains, across weight updates."""
 
 import os
 import threading
@@ -13,6 +13,7 @@ from zlib import crc32
 
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably, sync_folder
+from glm46.files.standard_output import LineWriter, print_line
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
 from glm46.tasks.rl.rollout.records import (
     Completion,
@@ -31,25 +32,25 @@ class Member:
     """A sample or an episode of a group."""
 
     number: int
-    """Of the prompt, counted over the run."""
+    """Number of the prompt, counted over the run."""
     request: Request
     end: EpisodeEnd
-    """Its result, or the part to continue from."""
-    found: EpisodeEnd | None = None
-    """Its result, which may not be on the disk yet."""
+    """Its stored result, or the part to continue from."""
+    result: EpisodeEnd | None = None
+    """Its result, which may not be on disk yet."""
     finish: Callable[[EpisodeEnd | BaseException], None] = lambda end: None
-    """Takes the result, or an error that ends the run; in any thread, without a wait."""
+    """Takes the result, or an error that ends the run. Callable from any thread; does not block."""
     note: Callable[[SessionSample], None] = lambda turn: None
-    """Takes a turn of an episode, which no kill loses soon after; in any thread, without a wait. The turns are the
-    samples of the part that another start continues from."""
+    """Takes a turn of an episode and soon stores it. Callable from any thread; does not block. After a restart the
+    stored turns are the samples of the part to continue from."""
     cancel: Callable[[], object] | None = None
-    """Ends it without a result. None: it has not begun."""
+    """Ends it without a result; None until it has begun."""
     parts: Callable[[], list[SessionSample]] = lambda: []
-    """Gives the tokens so far of a sample without turns."""
+    """Returns the tokens so far of a sample without turns."""
 
 
 Begin = Callable[[OpenRequests, Sequence[Member]], None]
-"""Begins to generate members of one group, and sets what ends them."""
+"""Begins to generate members of one group, and sets their `cancel`."""
 
 
 def begin_samples(requests: OpenRequests, members: Sequence[Member]) -> None:
@@ -59,32 +60,35 @@ def begin_samples(requests: OpenRequests, members: Sequence[Member]) -> None:
         def sample(completion: Completion) -> list[SessionSample]:
             return [SessionSample(member.request.prompt, completion)]
 
-        asked = OpenRequest(
-            member.request, lambda found: member.finish(EpisodeEnd(sample(found))), member.end.completion
+        open_request = OpenRequest(
+            member.request, lambda completion: member.finish(EpisodeEnd(sample(completion))), member.end.completion
         )
-        member.cancel = partial(requests.drop, asked)
-        member.parts = lambda: sample(asked.generated) if asked.generated.tokens else []
-        return asked
+        member.cancel = partial(requests.drop, open_request)
+        member.parts = lambda: sample(open_request.generated) if open_request.generated.tokens else []
+        return open_request
 
     requests.ask([begin(member) for member in members])
 
 
 class BackgroundGeneration:
-    """Groups that servers generate, from being added to being taken. For the process that talks to the servers.
+    """Groups that servers generate, from `add` to `take`. Used by the process that talks to the servers.
 
-    What is finished of a group, turns of its episodes, and what a halt has cut of its samples is appended to a file of
-    `folder` by a thread of its own, so that a kill does not lose it: all that comes while it waits for the disk is
-    written at once. Groups are taken when they are on the disk.
+    A writer thread appends finished results, turns of episodes, and samples truncated by a halt to one file per group
+    in `folder`, so that a kill does not lose them. Results that arrive during a write are written together. Groups can
+    be taken once they are on disk.
 
     Args:
-        folder: of the files; those of groups that `add` names are read again.
+        folder: holds the files; `add` reads the file of its group.
         say: takes a line for the log.
     """
 
     def __init__(
-        self, requests: OpenRequests, folder: Path, begin: Begin = begin_samples, say: Callable[[str], None] = print
+        self, requests: OpenRequests, folder: Path, begin: Begin = begin_samples, say: LineWriter = print_line
     ):
-        self._requests, self._folder, self._begin, self._say = requests, folder, begin, say
+        self._requests = requests
+        self._folder = folder
+        self._begin = begin
+        self._say = say
         self._has_turns = begin is not begin_samples
         self._groups: dict[int, list[Member]] = {}
         self._unwritten: list[tuple[Member, EpisodeEnd]] = []
@@ -99,23 +103,27 @@ class BackgroundGeneration:
             self._changed.notify_all()
 
     def add(self, number: int, requests: list[Request], since: int) -> None:
-        """Generate a group from the next `start` on, but for what a file has.
+        """Generate a group from the next `start` on, except for members with results in its file.
 
         Args:
-            since: oldest version of the weights whose tokens are kept. If samples do not go on, the only one.
+            since: oldest version of the weights whose tokens are kept; the only one if samples do not continue after a
+                halt.
         """
         with self._changed:
             self._cancel(number)
         self._writer.submit(self._write).result()
         nothing = EpisodeEnd([], is_part=True)
-        path, read = self._path(number), [nothing] * len(requests)
+        path = self._path(number)
+        read = [nothing] * len(requests)
         for index, end in read_ends(path, self._say):
             if end.fault:
-                continue  # it is tried again, behind its turns
-            before = read[index].samples if self._has_turns and end.is_part else []
-            read[index] = end._replace(samples=[*before, *end.samples])
+                continue  # it is tried again, after its turns
+            previous = read[index].samples if self._has_turns and end.is_part else []
+            read[index] = end._replace(samples=[*previous, *end.samples])
         ends = [end if self._is_kept(end, since) else nothing for end in read]
-        if any(end is not of_file for end, of_file in zip(ends, read, strict=True)):  # it must not be read again
+        if any(
+            end is not stored for end, stored in zip(ends, read, strict=True)
+        ):  # discarded ends must not be read again
             with writing(self._folder):
                 replace_durably(path, map(_line, enumerate(ends)))
         members = [
@@ -137,20 +145,20 @@ class BackgroundGeneration:
                 member.cancel()
 
     def keep(self, numbers: Iterable[int], *, before: int) -> None:
-        """End and forget all other groups, and remove the files of those among the prompts before a number: prompts
-        from there on will be handed out."""
+        """Cancel all groups except `numbers`, and remove their files if they are numbered below `before`: later prompts
+        are still to be handed out."""
         kept = set(numbers)
         with self._changed:
             for number in self._groups.keys() - kept:
                 self._cancel(number)
-        self._writer.submit(self._write).result()  # it creates none of their files any more
-        for path in self._folder.glob("prompt_*"):  # also what a kill has left of a new one
+        self._writer.submit(self._write).result()  # afterwards it creates no file of a cancelled group
+        for path in self._folder.glob("prompt_*"):  # including partial files left by a kill
             number = int(path.name.removeprefix("prompt_").partition(".")[0])
             if number < before and number not in kept:
                 path.unlink()
 
     def start(self) -> None:
-        """Go on with all groups that are not finished, where they stand."""
+        """Continue all unfinished groups from their current state."""
         for number in sorted(self._groups):
             new = [member for member in self._groups[number] if member.end.is_part and member.cancel is None]
             if new:
@@ -163,29 +171,31 @@ class BackgroundGeneration:
             return False
         self._writer.submit(self._write).result()
         for number, members in {} if self._has_turns else self._groups.items():
-            ends = [one.found or one.end._replace(samples=one.parts() or one.end.samples) for one in members]
+            ends = [
+                member.result or member.end._replace(samples=member.parts() or member.end.samples) for member in members
+            ]
             if not _are_finished(members) and any(end.samples for end in ends):
-                with writing(self._folder):  # the whole file: with each part behind the one before it would grow
+                with writing(self._folder):  # replace it: appending each part would let it grow
                     replace_durably(self._path(number), map(_line, enumerate(ends)))
         return True
 
     def unfinished(self, numbers: Iterable[int]) -> int:
-        """Number of these groups that are not finished."""
+        """Return how many of these groups are not finished."""
         with self._changed:
             return sum(not _are_finished(self._groups[number]) for number in numbers)
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
     ) -> dict[int, list[EpisodeEnd]] | None:
-        """Take this many finished groups, those that are due first, then by number; waits for them. None if a stop was
+        """Wait for this many finished groups and take them, due groups first, then by number. Return None if a stop was
         requested.
 
         Args:
             due: numbers of groups, at most `count`.
-            waits: all that are due must be among them.
+            waits: wait until all due groups are finished.
 
         Raises:
-            UserError: no server is left, all refuse a request, or a group cannot be written.
+            UserError: no server is left, all servers refuse a request, or a group cannot be written.
         """
 
         def ready() -> list[int]:
@@ -195,13 +205,13 @@ class BackgroundGeneration:
             return sorted(finished, key=lambda number: (number not in due, number))[:count]
 
         with self._changed:
-            while len(found := ready()) < count and self._error is None:
+            while len(numbers := ready()) < count and self._error is None:
                 if is_stopped():
                     return None
                 self._changed.wait(_TICK_SECONDS)
-            if len(found) < count and self._error is not None:
+            if len(numbers) < count and self._error is not None:
                 raise self._error
-            return {number: [member.end for member in self._groups.pop(number)] for number in found}
+            return {number: [member.end for member in self._groups.pop(number)] for number in numbers}
 
     def _finish(self, member: Member, end: EpisodeEnd | BaseException) -> None:
         with self._changed:
@@ -210,10 +220,10 @@ class BackgroundGeneration:
                 self._error = self._error or end
                 self._changed.notify_all()
             elif member in members:
-                member.found = end
-                of = [member] if self._has_turns else members  # an episode may take an hour
-                done = [(one, one.found) for one in of if one.found is not None]
-                self._unwritten += done if len(done) == len(of) else []
+                member.result = end
+                waiting = [member] if self._has_turns else members  # an episode may take an hour
+                done = [(peer, peer.result) for peer in waiting if peer.result is not None]
+                self._unwritten += done if len(done) == len(waiting) else []
         self._writer.submit(self._write)
 
     def _note(self, member: Member, turn: SessionSample) -> None:
@@ -222,29 +232,31 @@ class BackgroundGeneration:
         self._writer.submit(self._write)
 
     def _write(self) -> None:
-        """Write all that is not written. Errors are raised by `take`; what they left is written by the next call, and
-        first: a conversation without one of its turns would be another one."""
-        lines, written = dict[int, list[bytes]](), set[int]()
+        """Write all unwritten results. Errors are raised by `take`. The next call writes what failed, before anything
+        newer: a conversation must not lack one of its turns."""
+        lines = dict[int, list[bytes]]()
+        written = set[int]()
         with self._changed:
-            some, self._unwritten = self._unwritten, []
-            groups = {member.number: self._groups.get(member.number, []) for member, _ in some}
-        some = [(member, end) for member, end in some if member in groups[member.number]]
+            pending = self._unwritten
+            self._unwritten = []
+            groups = {member.number: self._groups.get(member.number, []) for member, _ in pending}
+        pending = [(member, end) for member, end in pending if member in groups[member.number]]
         try:
-            for member, end in some:
+            for member, end in pending:
                 index = groups[member.number].index(member)
                 lines.setdefault(member.number, []).append(_line((index, end)))
             with writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                for number, of in lines.items():
-                    append_durably(self._path(number), of)
+                for number, member_lines in lines.items():
+                    append_durably(self._path(number), member_lines)
                     written.add(number)
         except BaseException as error:
             self._error = self._error or error
             raise
         finally:
             with self._changed:
-                self._unwritten[:0] = [one for one in some if one[0].number not in written]
-                for member, end in some:
+                self._unwritten[:0] = [item for item in pending if item[0].number not in written]
+                for member, end in pending:
                     member.end = end if member.number in written and not end.is_part else member.end
                 self._changed.notify_all()
 
@@ -252,16 +264,16 @@ class BackgroundGeneration:
         return self._folder / f"prompt_{number:08d}"
 
 
-def _line(of_member: tuple[int, EpisodeEnd]) -> bytes:
-    index, end = of_member
+def _line(indexed_end: tuple[int, EpisodeEnd]) -> bytes:
+    index, end = indexed_end
     packed = b64encode(pack_groups({index: [end]}))
     return b"%08x %s\n" % (crc32(packed), packed)
 
 
 def append_durably(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines; they are on the disk when this returns. Raises OSError if the disk is full or not writable;
-    then the file is as it was: behind half a line no other could be read."""
-    before = path.stat().st_size if path.exists() else 0
+    """Append lines and sync them to disk. Raises OSError if the disk is full or not writable, after restoring the file:
+    lines after a partial line could not be read."""
+    size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab") as file:
             file.writelines(lines)
@@ -269,15 +281,16 @@ def append_durably(path: Path, lines: Iterable[bytes]) -> None:
             os.fsync(file.fileno())
     except OSError:
         with suppress(OSError):
-            os.truncate(path, before)
+            os.truncate(path, size)
         raise
     sync_folder(path.parent)
 
 
-def read_ends(path: Path, say: Callable[[str], None] = print) -> Iterator[tuple[int, EpisodeEnd]]:
-    """The lines of a file of a group: a member's index and its result, or a part. One that a kill has cut is removed,
-    so that others can follow, and so are all from one on that cannot be read."""
-    content, readable = path.read_bytes() if path.is_file() else b"", 0
+def read_ends(path: Path, say: LineWriter = print_line) -> Iterator[tuple[int, EpisodeEnd]]:
+    """Yield the lines of a group's file: index and result, or part, of a member. Truncate the file before the first
+    line that is incomplete, because of a kill, or unreadable, so that new lines can follow."""
+    content = path.read_bytes() if path.is_file() else b""
+    readable = 0
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break

@@ -1,41 +1,44 @@
-"""Serves the policy by OpenAI's chat API and Anthropic's messages API to the programs of episodes, and records what
-they ask in their sessions."""
+"""Serves the policy to the programs of episodes by OpenAI's chat API, and records their requests in sessions."""
 
 import asyncio
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from string import hexdigits
-from typing import NamedTuple
 
-from glm46.tasks.rl.rollout.chat_api import OVERRIDDEN, RefusedRequest, completion_response, parsed
-from glm46.tasks.rl.rollout.messages_api import COUNT_TOKENS, message_response
+from glm46.tasks.rl.rollout.chat_api import RefusedRequest, completion_response, parsed
+from glm46.tasks.rl.rollout.http_requests import Client, bearer_key, body_length, body_parts, response
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
 from glm46.tasks.rl.rollout.records import Completion
-from glm46.tasks.rl.rollout.session import NoRoom, Session, Turn
+from glm46.tasks.rl.rollout.session import AnsweredTurn, NoRoom, Session, Turn
 
 _LOOPBACK = "127.0.0.1"
-_MOST_BYTES, _MOST_DISCARDED = 2**23, 2**30
-"""Of the body of a request, and of one that is read only to be refused."""
+_MOST_BYTES = 2**23
+_MOST_DISCARDED = 2**30
+"""Maximum bytes of a request body, and of a body that is read only to be refused."""
 _READ_SECONDS = 60.0
 _MOST_READING = 1024
-"""Connections whose request is not read yet; the oldest one is closed for another."""
-_REQUESTS_PER_TURN, _MORE_REQUESTS = 20, 100
-"""Of an episode: a program that asks more often is ended."""
-_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict",
-            411: "Length Required", 413: "Content Too Large", 503: "Service Unavailable"}  # fmt: skip
-_PATHS = (("POST", "chat/completions"), ("POST", "messages"), ("POST", COUNT_TOKENS), ("GET", "models"))
+"""Maximum connections whose request is not read yet; a new one closes the oldest."""
+_REQUESTS_PER_TURN = 20
+_MORE_REQUESTS = 100
+"""Request limit of an episode: `_REQUESTS_PER_TURN` per turn and `_MORE_REQUESTS`. A program above it is ended."""
+_MAX_SAID = 50
+_MAX_NAME = 60
+"""Maximum number of keys without effect that the log names, and characters of each."""
+_PATHS = (("POST", "chat/completions"), ("GET", "models"))
 
 
-class _Waiting(NamedTuple):
-    """A turn that is generated."""
+@dataclass(eq=False)
+class _Waiting:
+    """A turn that is being generated."""
 
     episode: "Episode"
     asked: OpenRequest
-    answered: asyncio.Event
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    clients: int = 0
+    """Number of connections that wait for it."""
 
 
 @dataclass(eq=False)
@@ -44,38 +47,41 @@ class Episode:
 
     name: str
     key: str
-    """The secret that its requests bear."""
+    """Bearer key of its requests."""
     session: Session
     engine: Requests
-    """Answers its turns."""
+    """Generates its turns."""
     most_requests: int
     is_open: bool = True
     no_room: str = ""
-    """Why a request found no room, the first one that did."""
+    """Why the first refused request had no room; cleared when the program gets the answer of a later turn."""
+    turns_before_refusal: int = 0
     requests: int = 0
     fault: str = ""
     has_failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fail(self, fault: str) -> None:
-        """End it; the first reason counts."""
+        """End the episode; the first reason is kept."""
         self.fault = self.fault or fault
         self.is_open = False
         self.has_failed.set()
 
 
 class PolicyEndpoint:
-    """The server, for one event loop.
+    """The HTTP server for one event loop.
 
     Args:
-        say: takes a line for the log, at most once for each key that requests have without effect.
+        say: takes a line for the log, at most one for each request key without effect.
     """
 
     def __init__(self, say: Callable[[str], None]):
-        self._say, self._said = say, set[str]()
+        self._say = say
+        self._said = set[str]()
         self._episodes: dict[str, Episode] = {}
         self._reading: dict[asyncio.StreamWriter, None] = {}
         self._waiting: dict[Turn, _Waiting] = {}
-        self._address, self.port = "", 0
+        self._address = ""
+        self.port = 0
 
     async def start(self) -> asyncio.Server:
         """Listen on a free port of the loopback interface."""
@@ -85,7 +91,7 @@ class PolicyEndpoint:
         return server
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Serve a sandbox with a network of its own, on a socket that listens there, until this is cancelled."""
+        """Serve a sandbox that has its own network, on a socket that listens inside it, until this is cancelled."""
         server = await asyncio.start_server(self._serve, sock=listener)
         try:
             await asyncio.get_running_loop().create_future()
@@ -94,13 +100,13 @@ class PolicyEndpoint:
 
     def open(self, session: Session, most_turns: int, engine: Requests) -> Episode:
         """Begin an episode."""
-        most = _REQUESTS_PER_TURN * most_turns + _MORE_REQUESTS
-        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, engine, most)
+        max_requests = _REQUESTS_PER_TURN * most_turns + _MORE_REQUESTS
+        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, engine, max_requests)
         self._episodes[episode.name] = episode
         return episode
 
     def close(self, episode: Episode) -> None:
-        """End and forget an episode: what it still waits for is not recorded."""
+        """End and forget an episode; its pending turns are not recorded."""
         episode.is_open = False
         self._episodes.pop(episode.name, None)
         for turn in [turn for turn, waiting in self._waiting.items() if waiting.episode is episode]:
@@ -109,11 +115,11 @@ class PolicyEndpoint:
             waiting.answered.set()
 
     def base_url(self, episode: Episode) -> str:
-        """The address that a client of OpenAI's API takes as its base."""
+        """Return the base URL for clients of OpenAI's API."""
         return f"{self._address}/s/{episode.name}/v1"
 
     def _give(self, turn: Turn, completion: Completion) -> None:
-        """Answer the request of a turn."""
+        """Record the completion of a turn, and wake its clients."""
         if (waiting := self._waiting.pop(turn, None)) is None:  # its episode has ended
             return
         try:
@@ -133,15 +139,18 @@ class PolicyEndpoint:
             oldest = next(iter(self._reading))
             del self._reading[oldest]
             oldest.close()
+        client = Client(reader, writer)
         try:
             request = await asyncio.wait_for(self._read(reader, writer), _READ_SECONDS)
             self._reading.pop(writer, None)
-            content = await self._answer(*request)
+            content = await self._answer(*request, client)
         except RefusedRequest as error:
             kind = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-            content = _response(error.status, json.dumps({"type": "error", "error": kind}))
+            text = json.dumps({"error": kind})
+            is_late = client.is_streaming
+            content = f"data: {text}\n\n".encode() if is_late else response(error.status, text)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            content = b""  # no request of HTTP, or none within the time
+            content = b""  # not an HTTP request, not received in time, or the program is gone
         finally:
             self._reading.pop(writer, None)
         with suppress(OSError):
@@ -150,120 +159,118 @@ class PolicyEndpoint:
         writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Episode, str, bytes]:
-        """The episode, what is asked for, and the body of a request, whose key is right."""
-        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        method, path, _ = first.split(" ", 2)
+        """Read a request and check its key; return the episode, the requested resource and the body."""
+        request_line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = request_line.split(" ", 2)
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         if (coding := headers.get("transfer-encoding", "chunked").lower()) != "chunked":
             raise RefusedRequest(411, f"Transfer-Encoding: {coding}: not known; send the body whole, or in chunks")
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        content, size = bytearray(), 0
+        content = bytearray()
+        size = 0
         _, _, rest = path.partition("/s/")
-        name, _, what = rest.partition("?")[0].partition("/v1/")
+        name, _, resource = rest.partition("?")[0].partition("/v1/")
         episode = self._episodes.get(name)
-        found: Episode | RefusedRequest
+        target: Episode | RefusedRequest
         if episode is None:
-            found = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
-        elif not any(secrets.compare_digest(one.encode(), episode.key.encode()) for one in _keys(headers)):
-            found = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
-        elif (method, what) not in _PATHS:
-            found = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
+            target = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
+        elif not secrets.compare_digest(bearer_key(headers).encode(), episode.key.encode()):
+            target = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
+        elif (method, resource) not in _PATHS:
+            target = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
         else:
-            found = episode
-        found = _fitting(found, _length(headers))  # it may not be read within the time
-        async for part in _body(reader, headers):  # to its end: a client that writes does not read
+            target = episode
+        target = _fitting(target, body_length(headers))  # before reading, which may exceed the time limit
+        async for part in body_parts(reader, headers):  # to its end: a client that writes does not read
             size += len(part)
-            found = _fitting(found, size)
-            if isinstance(found, Episode):
+            target = _fitting(target, size)
+            if isinstance(target, Episode):
                 content += part
             elif size > _MOST_DISCARDED:
                 break
-        if isinstance(found, RefusedRequest):
-            raise found
-        return found, what, bytes(content)
+        if isinstance(target, RefusedRequest):
+            raise target
+        return target, resource, bytes(content)
 
-    async def _answer(self, episode: Episode, what: str, body: bytes) -> bytes:
-        """The response to a request."""
+    async def _answer(self, episode: Episode, resource: str, body: bytes, client: Client) -> bytes:
+        """Return the response to a request; for a stream, whose head is already sent, its events."""
         episode.requests += 1
         if episode.requests > episode.most_requests:
             episode.fail(f"it sent more than {episode.most_requests} requests")
         if not episode.is_open:
             raise RefusedRequest(409, f"this episode has ended: {episode.fault or 'its program has'}", "session_closed")
-        if what == "models":
-            return _response(200, json.dumps({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
-        table, messages, tools, most = parsed(body, is_message=what.startswith("messages"))
-        for name in OVERRIDDEN:
-            if table.get(name) is not None and name not in self._said:
-                self._said.add(name)
-                self._say(f"rl.environment: requests state {name}, which has no effect: sampling is that of [rollout]")
         session = episode.session
+        if resource == "models":
+            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "glm46"}
+            return response(200, json.dumps({"object": "list", "data": [model | {"max_model_len": session.window}]}))
+        request = parsed(body)
+        self._say_silent(request.silent)
         try:
-            if what == COUNT_TOKENS:
-                return _response(200, json.dumps({"input_tokens": session.count(messages, tools)}))
-            turn = session.begin(messages, tools, most)
+            turn = session.begin(request.messages, request.tools, request.max_tokens)
         except NoRoom as error:
+            episode.turns_before_refusal = len(session.turns)
             episode.no_room = episode.no_room or str(error)
             raise RefusedRequest(400, f"prompt is too long: {error}", "context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
+        if request.table.get("stream"):
+            client.begin_stream()
+        answered = await self._answered(episode, turn, client)
+        number = session.turns.index(turn)
+        if number >= episode.turns_before_refusal:
+            episode.no_room = ""  # the program has made room, and continues
+        text, kind = completion_response(request.table, answered, f"chatcmpl-{episode.name}-{number}")
+        return text.encode() if client.is_streaming else response(200, text, kind)
+
+    async def _answered(self, episode: Episode, turn: Turn, client: Client) -> AnsweredTurn:
+        """Wait for the answer of a turn and deliver it.
+
+        Raises:
+            RefusedRequest: the episode has ended.
+            ConnectionResetError: the client is gone. The turn is still generated, because the client may repeat the
+                request.
+        """
+        session = episode.session
         if turn not in session.answered:
             if turn not in self._waiting:
-                soon = asyncio.get_running_loop().call_soon_threadsafe
-                asked = OpenRequest(session.request(turn), lambda found: soon(self._give, turn, found))
-                self._waiting[turn] = _Waiting(episode, asked, asyncio.Event())
-                episode.engine.ask([asked])
-            await self._waiting[turn].answered.wait()
-        if (answered := session.answered.get(turn)) is None:
+                call_soon = asyncio.get_running_loop().call_soon_threadsafe
+                open_request = OpenRequest(
+                    session.request(turn), lambda completion: call_soon(self._give, turn, completion)
+                )
+                self._waiting[turn] = _Waiting(episode, open_request)
+                episode.engine.ask([open_request])
+            waiting = self._waiting[turn]
+            waiting.clients += 1
+            try:
+                await client.wait(waiting.answered)
+            except ConnectionResetError:
+                waiting.clients -= 1
+                if not waiting.clients:
+                    session.withdraw(turn)
+                raise
+        if turn not in session.answered:
             raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
-        name = f"{episode.name}-{session.turns.index(turn)}"
-        if what == "messages":
-            return _response(200, *message_response(table, answered, name))
-        return _response(200, *completion_response(table, answered, f"chatcmpl-{name}"))
+        if client.is_gone:
+            raise ConnectionResetError("the program has closed the connection")
+        session.deliver(turn)
+        return session.answered[turn]
+
+    def _say_silent(self, names: Sequence[str]) -> None:
+        """Log request keys without effect, each once."""
+        for name in names:
+            if name not in self._said and len(self._said) < _MAX_SAID:
+                self._said.add(name)
+                shown = name if name.isidentifier() else repr(name)
+                self._say(
+                    f"rl.environment: requests state {shown:.{_MAX_NAME}}, which has no effect: turns are sampled as "
+                    "[rollout] and [rl.prompts] say"
+                )
 
 
-def _fitting(found: Episode | RefusedRequest, size: int) -> Episode | RefusedRequest:
-    """The episode of a body of so many bytes, or the refusal of one that is too large, which ends the episode."""
-    if isinstance(found, RefusedRequest) or size <= _MOST_BYTES:
-        return found
-    found.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
-    return RefusedRequest(413, found.fault)
-
-
-def _length(headers: Mapping[str, str]) -> int:
-    return 0 if "transfer-encoding" in headers else _number(headers.get("content-length") or "0", 10)
-
-
-def _number(digits: str, base: int) -> int:
-    """A number of HTTP, which has no sign and no underscore, as `int` takes them. Raises ValueError."""
-    if set(digits) - set(hexdigits):
-        raise ValueError(digits)
-    return int(digits, base)
-
-
-async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The parts of a body, of a known length or in chunks. Raises EOFError or ValueError if it is not whole."""
-    left, in_chunks = _length(headers), "transfer-encoding" in headers
-    while left > 0 or in_chunks:
-        if in_chunks:
-            left = _number((await reader.readuntil(b"\r\n")).partition(b";")[0].decode("latin-1").strip(), 16)
-        is_last = left == 0
-        while left > 0:
-            part = await reader.readexactly(min(left, 2**16))
-            left -= len(part)
-            yield part
-        while in_chunks and await reader.readuntil(b"\r\n") != b"\r\n":
-            if not is_last:  # fields follow the last one alone
-                raise ValueError("no end of a chunk")
-        in_chunks = in_chunks and not is_last
-
-
-def _keys(headers: Mapping[str, str]) -> list[str]:
-    """The keys that a request bears, as clients of both APIs send them."""
-    return [headers.get("authorization", "").removeprefix("Bearer "), headers.get("x-api-key", "")]
-
-
-def _response(status: int, text: str, kind: str = "application/json") -> bytes:
-    body = text.encode()
-    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + body
+def _fitting(target: Episode | RefusedRequest, size: int) -> Episode | RefusedRequest:
+    """Return the target of a body of this many bytes; if it is too large, end the episode and return a refusal."""
+    if isinstance(target, RefusedRequest) or size <= _MOST_BYTES:
+        return target
+    target.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
+    return RefusedRequest(413, target.fault)

@@ -1,4 +1,4 @@
-"""Work of rank 0 alone, such as talking to servers, whose result all ranks get."""
+"""Runs work on rank 0, such as talking to servers, and gives its result to all ranks."""
 
 import queue
 import threading
@@ -12,23 +12,24 @@ from glm46.tasks.rl.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
 _WORKING, _ASKED, _DONE, _ENGINE_ERROR, _USER_ERROR, _FAILED = range(6)
-_ERRORS = {_ENGINE_ERROR: EngineError, _USER_ERROR: UserError}  # the first one is of both kinds
+_ERRORS = {_ENGINE_ERROR: EngineError, _USER_ERROR: UserError}  # EngineError first: it is a UserError too
 
 
 class CollectiveRequest:
-    """Collective work that `run_on_first_rank` does in the middle of rank 0's work, when this asks for it."""
+    """Collective work that `run_on_first_rank` performs in the middle of rank 0's work, on request."""
 
     def __init__(self, work: Callable[[], None]):
         self.work = work
         self.events: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
-        """Of the thread of rank 0: its result or error, or None when it asks."""
-        self.done, self.has_failed = threading.Event(), False
+        """Events from the work thread of rank 0: its result or error, or None to request the collective work."""
+        self.done = threading.Event()
+        self.has_failed = False
 
     def ask(self) -> None:
-        """Have all ranks do it; in the thread of rank 0.
+        """Have all ranks perform the work. Called from the work thread of rank 0.
 
         Raises:
-            RuntimeError: it failed; the error is raised where the ranks are.
+            RuntimeError: the work failed; the error itself is raised by `run_on_first_rank`.
         """
         self.done.clear()
         self.events.put(None)
@@ -38,16 +39,16 @@ class CollectiveRequest:
 
 
 def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveRequest | None = None) -> bytes:
-    """The result of `work`, which rank 0 runs in a thread, on all ranks; no bytes for None. Collective.
+    """Run `work` in a thread on rank 0 and return its result on all ranks; empty bytes for None. Collective.
 
-    Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
-    seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
+    Work with servers may take longer than the timeout of the process group, so rank 0 broadcasts a sign of life every
+    few seconds while it runs.
 
     Args:
-        request: whose `ask` the work may call.
+        request: collective work that `work` may request with `ask`.
 
     Raises:
-        UserError, EngineError: on all ranks, if `work` raised it; the message is on rank 0.
+        UserError, EngineError: on all ranks, if `work` raised it; only rank 0 has the message.
         RuntimeError: on the other ranks, if `work` raised anything else.
     """
     request = request or CollectiveRequest(lambda: None)

@@ -19,28 +19,28 @@ _LONGEST_REASON = 400
 
 
 class CallError(Exception):
-    """A call failed or its reply makes no sense, by the server, the network or the request; the message says why."""
+    """A call failed or its reply is invalid, because of the server, the network or the request; see the message."""
 
 
 class StatusError(CallError):
-    """The server answered, with an error."""
+    """The server answered with an error status."""
 
 
 class RefusedError(StatusError):
-    """The server understood the request and refuses it (4xx): it would refuse it again."""
+    """The server refused the request (4xx), and would refuse it again."""
 
 
 class ForgottenError(CallError):
-    """The server has none of the weights that it was given: it was started again."""
+    """The server no longer has the weights that it was sent, because it was restarted."""
 
 
 def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
     """POST `body` as JSON, or GET without one, and return the JSON reply; None if it is empty.
 
     Args:
-        url: such as ``http://host:8000``.
-        seconds: from now to the last byte of the reply. A server that sends a byte now and then gains no time. If the
-            host has several addresses, each has this time for the connection.
+        url: base URL such as ``http://host:8000``.
+        seconds: time until the last byte of the reply, however slowly the server sends. If the host has several
+            addresses, each has this time for the connection.
 
     Raises:
         RefusedError: the reply is 4xx.
@@ -55,18 +55,20 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
 
 
 class _Timed(io.RawIOBase):
-    """The bytes that come from a socket before a deadline."""
+    """Reads bytes from a socket until a deadline."""
 
     def __init__(self, sock: socket.socket, end: float):
-        self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
+        self._sock = sock
+        self._raw = sock.makefile("rb", buffering=0)
+        self._end = end
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        if (left := self._end - time.monotonic()) <= 0:
+        if (remaining := self._end - time.monotonic()) <= 0:
             raise TimeoutError
-        self._sock.settimeout(left)
+        self._sock.settimeout(remaining)
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class _Timed(io.RawIOBase):
 
 
 class _Reply(http.client.HTTPResponse):
-    """A reply whose status line, headers and body come before a deadline."""
+    """A reply whose status line, headers and body must arrive before a deadline."""
 
     def __init__(self, end: float, sock: socket.socket, **options: Any):
         super().__init__(sock, **options)
@@ -84,25 +86,29 @@ class _Reply(http.client.HTTPResponse):
 
 
 def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
-    """The bytes of the reply; arguments and errors as for `call`."""
-    parts, end = urlsplit(url), time.monotonic() + seconds
+    """Return the bytes of the reply; arguments and errors are those of `call`."""
+    parts = urlsplit(url)
+    end = time.monotonic() + seconds
     scheme = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection: Any = scheme(parts.hostname or "", parts.port, timeout=seconds)
     connection.response_class = partial(_Reply, end)
     try:
         connection.connect()
         connection.sock.settimeout(max(end - time.monotonic(), 1e-3))
-        content = None if body is None else to_json(body)  # a fifth of json's time, which other threads wait for
+        content = (
+            None if body is None else to_json(body)
+        )  # five times faster than json, which would block other threads
         connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
-        reply, blocks = connection.getresponse(), []
+        reply = connection.getresponse()
+        blocks = []
         while block := reply.read1(1 << 20):
             blocks.append(block)
-        if reply.length:  # read1 does not mind a reply that ends early
+        if reply.length:  # read1 does not detect a reply that ends early
             raise http.client.IncompleteRead(b"", reply.length)
     except TimeoutError:
         raise CallError(f"{path}: no complete reply within {seconds:g} s") from None
     except (OSError, http.client.HTTPException) as error:
-        raise CallError(f"{path}: {type(error).__name__}: {error}") from None
+        raise CallError(_reason(path, error)) from None
     finally:
         connection.close()
     content = b"".join(blocks)
@@ -112,22 +118,29 @@ def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
     return content
 
 
+def _reason(path: str, error: OSError | http.client.HTTPException) -> str:
+    """Return the message for a call without a reply."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"  # nothing listens there, whatever the path
+    return f"{path}: {type(error).__name__}: {error}"
+
+
 def in_thread(work: Callable[[], _Result], *expected: type[Exception]) -> Future[_Result]:
-    """The result of work in a thread that does not hold up the end of the process. Other errors than `CallError` and
-    ``expected`` are faults of this program: their traceback is printed."""
-    found: Future[_Result] = Future()
+    """Run work in a daemon thread, which does not block the exit of the process. Errors other than `CallError` and
+    ``expected`` are bugs: their traceback is printed."""
+    future: Future[_Result] = Future()
 
     def run() -> None:
         error: Exception = CallError("the client failed; see the traceback above")
         try:
-            found.set_result(work())
+            future.set_result(work())
         except Exception as raised:
             if not isinstance(raised, (CallError, *expected)):
                 raise
             error = raised
         finally:
-            if not found.done():
-                found.set_exception(error)
+            if not future.done():
+                future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return found
+    return future

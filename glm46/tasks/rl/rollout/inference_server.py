@@ -1,4 +1,4 @@
-"""A server as the pool sees it, whatever its kind, and the checks of every reply."""
+"""Interface of an inference server of any kind, and checks of every reply."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,82 +17,84 @@ from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, Sampli
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 QUICK_SECONDS = 10.0
-"""Deadline of calls that a healthy server answers at once."""
+"""Deadline in seconds of calls that a healthy server answers immediately."""
 ADAPTER = "glm46-version-"
-"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
-prompt for that of all adapters of a name."""
+"""Prefix of adapter names. Each version needs its own name: requests name their adapter, and vLLM shares the prompt
+cache between all adapters with the same name."""
 _MOST_BIAS = 100.0
-"""Largest that both servers take for a logit."""
+"""Largest logit bias that both kinds of servers accept."""
 
 
 class InferenceServer(ABC):
-    """One server by its URL. All methods raise `CallError`, within a bounded time."""
+    """One server by its URL. All methods return or raise `CallError` within a bounded time."""
 
     _health: str
-    """The path that a server answers at once, also one that is paused."""
+    """Path that a server answers immediately, even while paused."""
     _path: str
-    """Of requests for tokens."""
+    """Path of requests for tokens."""
     _forgotten: str
-    """In the refusal of such a request for an adapter that a server does not have any more."""
+    """Text in the refusal of a token request whose adapter the server no longer has."""
 
     def __init__(self, url: str, padding: range, routed: tuple[int, int] = (0, 0)):
         """
         Args:
-            padding: ids of the head's padding rows, which must not be generated.
-            routed: layers with experts, and experts of a token in one.
+            padding: token ids of the head's padding rows, which must not be generated.
+            routed: number of layers with experts, and of experts per token.
         """
-        self.url, self._routed = url, routed
+        self.url = url
+        self._routed = routed
         self.dtype = ""
-        """Type that it computes in, after `check`."""
+        """Compute dtype, set by `check`."""
         self.context: int | None = None
-        """Most tokens of prompt and completion, after `check`; None: it does not say."""
+        """Maximum tokens of prompt and completion, set by `check`; None if the server does not report it."""
         self.note = ""
-        """Text behind the message that it has joined, after `check`; may be empty."""
+        """Suffix for the message that it has joined, set by `check`; may be empty."""
         self._bias = dict.fromkeys(map(str, padding), -_MOST_BIAS)
         self._facts = dict[str, Any]()
-        """Its own report of type, device and sizes, after `check`."""
+        """The server's report of dtype, device and sizes, set by `check`."""
         self._adapter = dict[str, str]()
-        """Of each request: none for the server's own weights."""
+        """Adapter key added to each request; empty for the server's base weights."""
 
     @abstractmethod
     def check(self, *, routes: bool) -> None:
-        """Compare what it runs with what is needed.
+        """Compare the server's configuration with the required one.
 
         Raises:
-            UserError: it was started in another way; the message has the option to start it with.
+            UserError: it was started with wrong options; the message names the right one.
         """
 
     def alive(self) -> None:
-        """Return if it answers."""
+        """Return if the server answers."""
         call(self.url, self._health, seconds=QUICK_SECONDS)
 
     def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
-        """Generate one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
+        """Generate one completion. `name` is for `abort`; requests with different `salt` share no cache."""
         with known_form(f"{self._path}: unknown reply"):
-            found = self._generated(name, request, rules, salt, seconds, self._bias)
-        return checked(request, rules, *found)
+            fields = self._generated(name, request, rules, salt, seconds, self._bias)
+        return checked(request, rules, *fields)
 
     @abstractmethod
     def _generated(
         self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
     ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
-        """Tokens, log-probabilities, finish, versions and experts of a completion, with a bias of tokens."""
+        """Return tokens, log-probabilities, finish, versions and experts of a completion, with a logit bias."""
 
     def check_stop(self, stop: Sequence[int]) -> None:
-        """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
+        """Require that each stop token ends a completion: the chat format has three, server defaults perhaps one.
 
-        A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.
+        Skipped for a server that refuses a logit bias, such as vLLM with drafts. Each reply is checked as well.
 
         Raises:
             UserError: the server continues after one.
         """
         rules = SamplingRules(1.0, frozenset(stop), vocab_size=0)
         for token in sorted(stop):
-            name = f"stop-{uuid4().hex}"  # an earlier one that the server still has would be refused
-            bias, asked = {str(token): _MOST_BIAS}, Request([token], seed=0, max_new_tokens=2)
+            name = f"stop-{uuid4().hex}"  # servers refuse a name that is still in use
+            bias = {str(token): _MOST_BIAS}
+            request = Request([token], seed=0, max_new_tokens=2)
             try:
                 with known_form(f"{self._path}: unknown reply"):
-                    tokens, _, finish, *_ = self._generated(name, asked, rules, "stop", QUICK_SECONDS, bias)
+                    tokens, _, finish, *_ = self._generated(name, request, rules, "stop", QUICK_SECONDS, bias)
             except RefusedError:
                 return
             if tokens[:1] != [token]:
@@ -105,48 +107,39 @@ class InferenceServer(ABC):
 
     @abstractmethod
     def abort(self, names: Sequence[str]) -> None:
-        """End requests; their calls return what they have generated, with finish "abort"."""
+        """Abort requests; their calls return the tokens so far, with finish "abort"."""
 
     @abstractmethod
     def load(self, folder: Path, version: int, seconds: float) -> None:
-        """Take the weights of a folder, or its adapters beside the weights that it was started with: all requests
-        pause, and go on only if the whole update has succeeded.
+        """Load the weights of a folder, or its adapters in addition to the initial weights. All requests pause, and
+        continue only if the whole update succeeds.
 
         Raises:
-            UserError: it was started without what these adapters need.
+            UserError: it was started without the options that these adapters need.
         """
 
     @abstractmethod
     def join(self, version: int, seconds: float) -> WeightGroup:
-        """Pause all requests, and have its workers wait for weights in a group.
+        """Pause all requests, and have the workers wait for weights in a group.
 
         Raises:
-            UserError: it was started in a way that no group can be made for.
+            UserError: it was started with options that do not allow a group.
         """
 
     @abstractmethod
     def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
-        """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
-
-    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
-        """Log-probabilities at temperature 1, given the tokens before, of each token but the first and of the ``top_k``
-        most likely ones in its place, by their ids."""
-        with known_form("no log-probabilities of the prompt"):
-            return self._of_prompt(tokens, top_k, seconds)
-
-    @abstractmethod
-    def _of_prompt(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]: ...
+        """Resume after the broadcast once every worker has loaded this version."""
 
     def score(self, tokens: list[int], seconds: float) -> list[float]:
-        """Log-probability of each token but the first, given those before it, at temperature 1."""
-        places = self.prompt_logprobs(tokens, 0, seconds)
-        try:
-            return [place[token] for token, place in zip(tokens[1:], places, strict=True)]
-        except (KeyError, ValueError):
-            raise CallError("no log-probabilities of the prompt (those of other tokens)") from None
+        """Return the log-probability of each token except the first, given the tokens before it, at temperature 1."""
+        with known_form("no log-probabilities of the prompt"):
+            return self._score_prompt(tokens, seconds)
+
+    @abstractmethod
+    def _score_prompt(self, tokens: list[int], seconds: float) -> list[float]: ...
 
     def _ask(self, body: dict[str, Any], seconds: float) -> Any:
-        """The reply to a request for tokens, from the weights of the last update."""
+        """Return the reply to a request for tokens, generated with the weights of the last update."""
         try:
             return call(self.url, self._path, body | self._adapter, seconds=seconds)
         except RefusedError as error:
@@ -155,34 +148,41 @@ class InferenceServer(ABC):
             raise
 
     def _unload_adapters(self, path: str) -> None:
-        """Remove the adapters of the version before, and of a run that was killed, by the call at `path`."""
+        """Remove the adapters of the previous version, and of a killed run, by the call at `path`."""
         for model in call(self.url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
             if model["id"].startswith(ADAPTER):
-                exchange(self.url, path, {"lora_name": model["id"]}, seconds=QUICK_SECONDS)  # vLLM answers in words
+                exchange(
+                    self.url, path, {"lora_name": model["id"]}, seconds=QUICK_SECONDS
+                )  # vLLM answers in plain text
 
     @property
     def _group_backend(self) -> str:
-        """Of a broadcast to its workers."""
+        """Backend of a broadcast to the workers."""
         return "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
 
 
 @contextmanager
-def known_form(said: str) -> Iterator[None]:
-    """Errors in reading a reply as `CallError`, whose message begins with this."""
+def known_form(message: str) -> Iterator[None]:
+    """Raise errors in reading a reply as `CallError`, whose message begins with this one."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CallError(f"{said} ({type(error).__name__}: {error})") from None
+        raise CallError(f"{message} ({type(error).__name__}: {error})") from None
 
 
 def checked(
-    request: Request, rules: SamplingRules, tokens: list[int], logprobs: list[float], finish: str,
-    spans: list[VersionSpan], routes: np.ndarray | None = None,
-) -> Completion:  # fmt: skip
-    """The completion, if it is possible at all.
+    request: Request,
+    rules: SamplingRules,
+    tokens: list[int],
+    logprobs: list[float],
+    finish: str,
+    spans: list[VersionSpan],
+    routes: np.ndarray | None = None,
+) -> Completion:
+    """Return the completion if it is valid.
 
     Raises:
-        CallError: it is not.
+        CallError: it is not valid.
     """
     if finish not in FINISHES:
         raise CallError(f"finish reason {finish!r}")
@@ -206,6 +206,6 @@ def checked(
 
 
 def version_of(text: object) -> int:
-    """The version that a server names; -1 for a name that no update of ours gave, such as that of a restarted
-    server."""
+    """Parse the version that a server reports; -1 for a name that this client did not set, such as the default of a
+    restarted server."""
     return int(str(text)) if str(text).isdecimal() else -1

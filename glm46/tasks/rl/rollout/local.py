@@ -1,4 +1,4 @@
-"""The engine that samples inside the training job, on its ranks, with the weights of the policy network."""
+"""The engine that samples on the training ranks with the weights of the policy network."""
 
 import json
 from collections import Counter
@@ -30,41 +30,52 @@ from glm46.tasks.rl.rollout.records import (
 from glm46.tasks.rl.rollout.weights import whole_weights
 
 Exchange = Callable[[Mapping[int, Completion]], tuple[Sequence[tuple[int, Request]], Sequence[int]] | None]
-"""Takes the completions that have ended since the last call, by the numbers of their requests; gives new requests with
-their numbers, and the numbers of those that are not wanted any more; None at the end."""
+"""Takes the completions that ended since the last call, by request number. Returns new requests with their numbers and
+the numbers of requests to drop; None ends the exchange."""
 _STOPPED = b"stopped"
 
 
 class LocalEngine:
     """An `Engine` on the ranks of a network, on any layout.
 
-    Each rank, or each group of ranks that hold the parts of one model, samples its share of the requests: with the
-    policy's own weights where a rank needs the whole model and holds it in the type of its products, and otherwise with
-    copies, which `update` makes.
+    Each rank, or each group of ranks that share one model, samples its part of the requests. It uses the policy's own
+    weights if a rank holds the whole model in the dtype of its matmuls, and otherwise copies made by `update`.
 
     Args:
-        policy: the network. When it has changed, `update` must come before the next `generate`.
-        max_length: tokens of the longest sample, prompt and completion.
+        policy: the network. Call `update` after it has changed and before the next `generate`.
+        max_length: maximum number of tokens of prompt and completion together.
         mesh: the ranks that hold one model.
-        rows: samples that a rank or group generates at once; the cache of keys and values has so many rows.
-        speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
-        routes: keep the chosen experts, for requests that ask for them.
-        is_stopped: asked on each rank before each token; true ends its samples, and those of the ranks that run in step
-            with it, with "abort". Not collective: ranks generate different numbers of tokens.
+        rows: samples that a rank or group generates at once, and rows of the key-value cache.
+        speculative: draft with the prediction layers. Tokens and log-probabilities change only by rounding.
+        routes: keep the chosen experts, for requests that need them.
+        is_stopped: called on each rank before each token; True ends its samples, and those of the ranks that run in
+            step with it, with "abort". Not collective: ranks generate different numbers of tokens.
     """
 
     def __init__(
-        self, policy: Network, *, max_length: int, mesh: ModelMesh, rows: int, speculative: bool = False,
-        routes: bool = False, is_stopped: Callable[[], bool] = lambda: False,
-    ):  # fmt: skip
+        self,
+        policy: Network,
+        *,
+        max_length: int,
+        mesh: ModelMesh,
+        rows: int,
+        speculative: bool = False,
+        routes: bool = False,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ):
         shape = policy.plan.shape
         assert not speculative or shape.num_nextn_predict_layers
         if not speculative:
             shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
-        self._mesh, self._shape = mesh, shape
+        self._mesh = mesh
+        self._shape = shape
         self._model = mesh.part_of_model(shape, getattr(torch, policy.plan.config.training.mixed_precision_param))
-        self._policy, self._is_stopped = policy, is_stopped
-        self._rows, self._length, self._speculative, self._routes = rows, max_length, speculative, routes
+        self._policy = policy
+        self._is_stopped = is_stopped
+        self._rows = rows
+        self._length = max_length
+        self._speculative = speculative
+        self._routes = routes
         self._decoder: Decoder | None = None
         self._version = -1
         self._has_copies = True
@@ -72,7 +83,7 @@ class LocalEngine:
     def update(self, version: int) -> None:
         """See `Engine.update`."""
         if self._decoder is not None:
-            self._decoder.take_weights()  # first: it frees what the kernels hold of the old weights
+            self._decoder.take_weights()  # first: it frees the kernels' copies of the old weights
         elif self._mesh.is_split:
             self._model.to_empty(device=self._policy.cluster.device)
         if self._has_copies:  # else the model has the policy's own memory, which the optimizer writes into
@@ -91,73 +102,79 @@ class LocalEngine:
         self._version = version
 
     def _take_weights(self) -> None:
-        """Give the model the policy's weights. Collective."""
-        own = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        """Copy or assign the policy's weights to the model. Collective."""
+        targets = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         for name, tensor in whole_weights(self._policy, self._shape):
             if not self._mesh.is_split:
                 module, _, key = name.rpartition(".")
                 owner = self._model.get_submodule(module)
                 setattr(owner, key, tensor if key in owner._buffers else nn.Parameter(tensor, requires_grad=False))
-            elif name in own:
-                local_tensor(own[name]).copy_(_part(tensor, own[name]))
-        # A device without hardware has no addresses of memory.
+            elif name in targets:
+                local_tensor(targets[name]).copy_(_part(tensor, targets[name]))
+        # Fake devices have no memory addresses to compare.
         self._has_copies = self._policy.cluster.device.type != "cpu" or self._copied_bytes() > 0
 
     def _copied_bytes(self) -> int:
-        """Bytes of weights that are not the policy's own memory."""
-        own = {tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())}
+        """Return the bytes of weights that do not share memory with the policy."""
+        policy_pointers = {
+            tensor.untyped_storage().data_ptr() for tensor in map(local_tensor, self._policy.weights().values())
+        }
         tensors = [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
-        return sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() not in own)
+        return sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage().data_ptr() not in policy_pointers)
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate`."""
-        own = self._share(dict(enumerate(requests)), {})
-        self._generation(list(own.values()), rules, is_stopped=self._is_stopped).run()
-        found = _unpacked(_of_all_ranks(self._packed(own, rules)))
-        return [found[number] for number in range(len(requests))]
+        local = self._share(dict(enumerate(requests)), {})
+        self._generation(list(local.values()), rules, is_stopped=self._is_stopped).run()
+        completions = _unpacked(_of_all_ranks(self._packed(local, rules)))
+        return [completions[number] for number in range(len(requests))]
 
     def serve(self, exchange: Exchange, rules: SamplingRules) -> None:
-        """Generate requests that come while others are generated: each is admitted at the next token if a row is free,
-        with the tokens that it would have alone. Until the end of the exchange, or a stop on any rank. Collective: all
-        ranks admit and end the same requests at the same tokens.
+        """Generate requests that arrive while others are generated. A request is admitted at the next token if a row is
+        free, and gets the same tokens as it would alone. Returns at the end of the exchange, or after a stop on any
+        rank. Collective: all ranks admit and end the same requests at the same tokens.
 
         Args:
-            exchange: called on rank 0 before each token. It may wait, for a request or its own ends.
+            exchange: called on rank 0 before each token. It may block until there is a request or the exchange ends.
         """
-        own, groups = dict[int, Continuation](), dict[int, int]()
+        local, groups = dict[int, Continuation](), dict[int, int]()
 
         def arriving() -> list[Continuation] | None:
-            ended = {number: one for number, one in own.items() if one.finish is not None}
-            of_ranks = _of_all_ranks(_STOPPED if self._is_stopped() else self._packed(ended, rules))
-            if _STOPPED in of_ranks:
+            ended = {number: continuation for number, continuation in local.items() if continuation.finish is not None}
+            contents = _of_all_ranks(_STOPPED if self._is_stopped() else self._packed(ended, rules))
+            if _STOPPED in contents:
                 return None
-            found = _unpacked(of_ranks)
-            work = lambda: json.dumps(exchange(found)).encode()  # noqa: E731
+            completions = _unpacked(contents)
+            work = lambda: json.dumps(exchange(completions)).encode()  # noqa: E731
             content = work() if dist.get_world_size() == 1 else run_on_first_rank(work)
-            if (given := json.loads(content)) is None:
+            if (exchanged := json.loads(content)) is None:
                 return None
-            new, dropped = {number: Request(*of) for number, of in given[0]}, given[1]
-            for number in (*found, *dropped):
+            new = {number: Request(*fields) for number, fields in exchanged[0]}
+            dropped = exchanged[1]
+            for number in (*completions, *dropped):
                 groups.pop(number, None)
-                if (one := own.pop(number, None)) is not None:
-                    one.finish = one.finish or "abort"
+                if (continuation := local.pop(number, None)) is not None:
+                    continuation.finish = continuation.finish or "abort"
             begun = self._share(new, groups)
-            own.update(begun)
+            local.update(begun)
             return list(begun.values())
 
         self._generation([], rules, arriving=arriving).run()
 
     def _share(self, new: Mapping[int, Request], groups: dict[int, int]) -> dict[int, Continuation]:
-        """This rank's part of new requests, of which the ranks with the fewest get the most.
+        """Return this rank's part of new requests. Groups of ranks with the fewest open requests get the most.
 
         Args:
-            groups: of ranks, by the numbers of open requests, to which the new ones are added.
+            groups: group of ranks of each open request, by request number; updated with the new requests.
         """
-        numbers, open_ = list(new), Counter(groups.values())
+        numbers = list(new)
+        open_ = Counter(groups.values())
         shares = sorted(_shares(list(new.values()), self._mesh.layout.dp_degree), key=len)
-        for group, share in zip(sorted(range(len(shares)), key=lambda one: -open_[one]), shares, strict=True):
+        for group, share in zip(sorted(range(len(shares)), key=lambda group: -open_[group]), shares, strict=True):
             groups |= {numbers[index]: group for index in share}
-        return {number: _continuation(one) for number, one in new.items() if groups[number] == self._mesh.row_group}
+        return {
+            number: _continuation(request) for number, request in new.items() if groups[number] == self._mesh.row_group
+        }
 
     def _generation(self, begun: Sequence[Continuation], rules: SamplingRules, **calls: Any) -> Generation:
         assert self._decoder is not None, "no weights before the first update"
@@ -171,20 +188,29 @@ class LocalEngine:
             **calls,
         )
 
-    def _completion(self, one: Continuation, rules: SamplingRules) -> Completion:
-        assert one.finish is not None, "it has ended"
-        spans = [VersionSpan(0, self._version)] if one.tokens else []
-        routes = one.routes.numpy() if rules.routes and one.routes is not None else None
+    def _completion(self, sample: Continuation, rules: SamplingRules) -> Completion:
+        assert sample.finish is not None, "it has ended"
+        spans = [VersionSpan(0, self._version)] if sample.tokens else []
+        routes = sample.routes.numpy() if rules.routes and sample.routes is not None else None
         if routes is not None and routes.dtype != np.uint8:
             routes = routes.astype(np.uint16)
-        return Completion(one.tokens, one.logprobs, one.finish, spans, routes, (), one.drafted, one.accepted)
+        return Completion(
+            sample.tokens,
+            sample.logprobs,
+            sample.finish,
+            spans,
+            routes,
+            (),
+            sample.drafted,
+            sample.accepted,
+        )
 
     def _packed(self, ended: Mapping[int, Continuation], rules: SamplingRules) -> bytes:
-        """Completions by their numbers. Of the ranks with the same rows the first sends them; they are of the first
-        stage."""
+        """Pack completions by request number. Only the first of the ranks with the same rows sends them; it is in the
+        first pipeline stage."""
         sent = ended if self._mesh.is_first_of_rows else {}
-        samples = {n: SessionSample([], self._completion(one, rules)) for n, one in sent.items()}
-        return pack_groups({n: [EpisodeEnd([one])] for n, one in samples.items()}) if samples else b""
+        samples = {n: SessionSample([], self._completion(continuation, rules)) for n, continuation in sent.items()}
+        return pack_groups({n: [EpisodeEnd([sample])] for n, sample in samples.items()}) if samples else b""
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -192,16 +218,16 @@ class LocalEngine:
         self._model.to_empty(device="meta")
 
 
-def _part(whole: Tensor, own: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank has of a DTensor, or all of it; a view."""
-    for dim, index in enumerate(global_indices(own)):
+def _part(whole: Tensor, local: Tensor) -> Tensor:
+    """Return a view of the part of a whole tensor that this rank holds of a DTensor, or of all of it."""
+    for dim, index in enumerate(global_indices(local)):
         whole = whole.narrow(dim, int(index[0]), len(index))
     return whole
 
 
-def _unpacked(of_ranks: Sequence[bytes]) -> dict[int, Completion]:
-    groups = [unpack_groups(content) for content in of_ranks if content]
-    return {number: end.completion for of in groups for number, (end,) in of.items()}
+def _unpacked(contents: Sequence[bytes]) -> dict[int, Completion]:
+    groups = [unpack_groups(content) for content in contents if content]
+    return {number: end.completion for group in groups for number, (end,) in group.items()}
 
 
 def _continuation(request: Request) -> Continuation:
@@ -210,7 +236,7 @@ def _continuation(request: Request) -> Continuation:
 
 
 def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
-    """The numbers of each rank's requests: equally many, and those of one prompt on one rank as far as possible."""
+    """Split request indices evenly over ranks, keeping requests with equal prompts on one rank where possible."""
     kinds: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
         kinds.setdefault(tuple(request.prompt), []).append(number)
@@ -220,15 +246,15 @@ def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
 
 
 def _of_all_ranks(content: bytes) -> list[bytes]:
-    """The content of each rank. Collective."""
+    """Gather the bytes of each rank. Collective."""
     if dist.get_world_size() == 1:
         return [content]
-    own = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)[: len(content)]
+    local = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)[: len(content)]
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
-    if not (longest := max(map(int, sizes))):
+    dist.all_gather(sizes, torch.tensor([len(local)]))
+    if not (max_size := max(map(int, sizes))):
         return [b""] * len(sizes)
-    padded = torch.cat([own, own.new_zeros(longest - len(own))])
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded)
-    return [content[: int(size)].numpy().tobytes() for content, size in zip(found, sizes, strict=True)]
+    padded = torch.cat([local, local.new_zeros(max_size - len(local))])
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    return [content[: int(size)].numpy().tobytes() for content, size in zip(received, sizes, strict=True)]

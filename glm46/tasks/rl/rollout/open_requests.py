@@ -1,5 +1,4 @@
-"""Requests that servers answer as they come, each to its end: through faults of servers, halts and updates of the
-weights."""
+"""Requests that servers answer as they arrive, across server failures, halts and weight updates."""
 
 import math
 import queue
@@ -18,7 +17,7 @@ from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, Samplin
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
 
-_GRACE_SECONDS = 15.0  # for the partial completion of an aborted request
+_GRACE_SECONDS = 15.0  # to return the partial completion of an aborted request
 _TICK_SECONDS = 0.2
 
 
@@ -28,13 +27,13 @@ class OpenRequest:
 
     request: Request
     done: Callable[[Completion], object] = lambda completion: None
-    """Gets the completion, in a thread of the engine; also one that was aborted at its deadline."""
+    """Called with the completion in a thread of the engine, even if it was aborted at its deadline."""
     generated: Completion = NOTHING
-    """At the last halt."""
+    """Tokens generated until the last halt."""
     failed_on: list[ServerState] = field(default_factory=list)
-    """Since the last halt."""
+    """Servers that failed since the last halt."""
     state: ServerState = field(init=False)
-    """On its way: of its server."""
+    """Server of a running request."""
     abort_at: float = field(init=False)
 
 
@@ -49,36 +48,38 @@ class Requests(Protocol):
 
 
 Inbox = queue.SimpleQueue[tuple[str, Future[Completion] | list[OpenRequest] | OpenRequest]]
-"""Calls that have ended, by the name of the request; without a name requests to answer, or one to drop."""
+"""Finished calls with the name of their request; with an empty name, requests to answer or one to drop."""
 
 
 class OpenRequests:
-    """See `Requests`. All samples of one prompt go to one server, which then computes the prompt once; a prompt goes to
-    the server with the fewest requests. A request that fails is sent again, to another server if there is one. After
-    its deadline it is aborted, and its completion is what was there by then.
+    """See `Requests`. All samples of a prompt go to one server, the one with the fewest requests, which then computes
+    the prompt once. A failed request is sent again, to another server if possible. After its deadline a request is
+    aborted and keeps the tokens so far.
 
-    Methods may be called from any thread, `start` and `halt` from one at a time. Each HTTP call has a daemon thread: a
-    server that hangs does not keep the process from ending.
+    Methods may be called from any thread, `start` and `halt` from one at a time. Each HTTP call has a daemon thread, so
+    that a server that hangs does not block the exit of the process.
 
     Args:
-        goes_on: requests go on where a halt has ended them, with other samples than without it. Otherwise they are
-            generated anew, so that the same weights give the same samples.
+        goes_on: requests continue where a halt stopped them; their samples then differ from a run without the halt.
+            Otherwise they are generated again, so that the same weights give the same samples.
     """
 
     def __init__(self, pool: ServerPool, rules: SamplingRules, *, goes_on: bool = True):
-        self._pool, self._rules, self.goes_on = pool, rules, goes_on
+        self._pool = pool
+        self._rules = rules
+        self.goes_on = goes_on
         self._open: dict[OpenRequest, None] = {}
         self._lock = threading.Lock()
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
         self._inbox: Inbox = queue.SimpleQueue()
         self.error: BaseException | None = None
-        """Of the servers: nothing is generated any more."""
+        """Error that stopped the generation."""
         self.failed: Callable[[], None] = lambda: None
-        """Is called when `error` is set."""
+        """Called when `error` is set."""
 
     def ask(self, asked: Sequence[OpenRequest]) -> None:
-        """See `Requests.ask`; while it is halted they wait."""
+        """See `Requests.ask`; requests wait during a halt."""
         with self._lock:
             self._open |= dict.fromkeys(asked)
             if self._thread is not None:
@@ -92,7 +93,7 @@ class OpenRequests:
                 self._inbox.put(("", asked))
 
     def start(self) -> None:
-        """Generate; each new token is of the weights that the servers have now."""
+        """Start generating with the current weights of the servers."""
 
         def work() -> None:
             try:
@@ -113,8 +114,7 @@ class OpenRequests:
             self._thread.start()
 
     def halt(self) -> bool:
-        """End all calls and keep their tokens; whether it was generating. Returns within the deadlines of the
-        servers."""
+        """End all calls and keep their tokens, within the deadlines of the servers. Return True if it was running."""
         if self._thread is None:
             return False
         self._halt.set()
@@ -125,7 +125,7 @@ class OpenRequests:
         return True
 
     def run(self, asked: Sequence[OpenRequest], *, stays: bool) -> None:
-        """Answer requests, those that come meanwhile too, if it ``stays`` until the halt.
+        """Answer requests; with ``stays`` also those that arrive until a halt.
 
         Raises:
             EngineError: no server is left, or one request failed several times.
@@ -133,11 +133,12 @@ class OpenRequests:
         """
         self._waiting = deque[list[OpenRequest]]()
         self._sent: dict[str, OpenRequest] = {}
-        self._halted_at, self._look_at = math.inf, 0.0
+        self._halted_at = math.inf
+        self._look_at = 0.0
         try:
             self._pool.join_again()
-            for one in asked:
-                one.failed_on.clear()  # servers have recovered, or have other weights
+            for pending in asked:
+                pending.failed_on.clear()  # servers may have recovered, or have new weights
             self._waiting += _by_prompt(asked)
             while self._waiting or self._sent or (stays and self._halted_at == math.inf):
                 if self._halt.is_set():
@@ -153,24 +154,24 @@ class OpenRequests:
                         self._waiting += _by_prompt(outcome)
                     elif isinstance(outcome, OpenRequest):
                         self._forget(outcome)
-                    elif name in self._sent:  # else of a server that was lost meanwhile
+                    elif name in self._sent:  # otherwise its server was lost in the meantime
                         self._take(name, outcome)
         finally:
-            self._pool.abort_all()  # nothing, unless an error ends it
+            self._pool.abort_all()  # requests are still running only after an error
 
     def _forget(self, dropped: OpenRequest) -> None:
-        """Abort a request, or do not send it."""
+        """Abort a request, or remove it before it is sent."""
         self._abort_now([dropped])
-        left = ([one for one in group if one is not dropped] for group in self._waiting)
-        self._waiting = deque(group for group in left if group)
+        groups = ([pending for pending in group if pending is not dropped] for group in self._waiting)
+        self._waiting = deque(group for group in groups if group)
 
-    def _abort_now(self, some: Iterable[OpenRequest]) -> None:
+    def _abort_now(self, requests: Iterable[OpenRequest]) -> None:
         self._look_at = 0.0
-        for one in some:
-            one.abort_at = 0.0
+        for pending in requests:
+            pending.abort_at = 0.0
 
     def _send(self) -> None:
-        """Send the groups that servers have room for."""
+        """Send groups while servers have room."""
         while self._waiting:
             ready = self._pool.ready()
             group = self._waiting[0]
@@ -178,27 +179,29 @@ class OpenRequests:
             state = min(fresh, key=lambda state: len(state.running))
             if state.running and len(state.running) + len(group) > self._pool.most_running:
                 return
-            for one in self._waiting.popleft():
-                self._begin(one, state)
+            for pending in self._waiting.popleft():
+                self._begin(pending, state)
 
-    def _begin(self, one: OpenRequest, state: ServerState) -> None:
-        name, deadline = self._pool.new_name(), self._pool.deadline
+    def _begin(self, pending: OpenRequest, state: ServerState) -> None:
+        name = self._pool.new_name()
+        deadline = self._pool.deadline
         salt = f"{name.partition('-')[0]}-{self._pool.version}"
-        call = (rest(one.request, one.generated), self._rules, salt, deadline + _GRACE_SECONDS)
+        call = (rest(pending.request, pending.generated), self._rules, salt, deadline + _GRACE_SECONDS)
         state.running.add(name)
-        one.state, one.abort_at = state, time.monotonic() + deadline
-        self._sent[name], inbox = one, self._inbox
+        pending.state = state
+        pending.abort_at = time.monotonic() + deadline
+        self._sent[name], inbox = pending, self._inbox
         in_thread(lambda: state.server.generate(name, *call)).add_done_callback(lambda done: inbox.put((name, done)))
 
     def _end_early(self) -> None:
-        """Give up what is not sent, abort what is, and after the time for that what no server has returned."""
+        """Drop unsent requests and abort running ones; after the grace time, drop those without a reply."""
         if self._halted_at == math.inf:
             self._halted_at = time.monotonic()
             self._abort_now(self._sent.values())
         self._waiting.clear()
         if time.monotonic() > self._halted_at + _GRACE_SECONDS:
-            for name, one in self._sent.items():
-                one.state.running.discard(name)
+            for name, pending in self._sent.items():
+                pending.state.running.discard(name)
             self._sent.clear()
 
     def _abort_overdue(self) -> None:
@@ -207,9 +210,9 @@ class OpenRequests:
             return
         self._look_at = now + _TICK_SECONDS
         overdue: dict[ServerState, list[str]] = defaultdict(list)
-        for name, one in self._sent.items():
-            if now > one.abort_at:
-                overdue[one.state].append(name)
+        for name, pending in self._sent.items():
+            if now > pending.abort_at:
+                overdue[pending.state].append(name)
         for state, names in overdue.items():
             for name in names:
                 self._sent[name].abort_at = math.inf
@@ -219,45 +222,46 @@ class OpenRequests:
                 self._lose(state, str(error))
 
     def _take(self, name: str, call: Future[Completion]) -> None:
-        one = self._sent.pop(name)
-        state, was_told = one.state, not time.monotonic() < one.abort_at < math.inf
+        pending = self._sent.pop(name)
+        state = pending.state
+        was_told = not time.monotonic() < pending.abort_at < math.inf
         state.running.discard(name)
         if (outcome := call.exception() or _fault(call.result(), self._pool.version, was_told=was_told)) is None:
             state.failures = 0
-            self._end(one, call.result())
+            self._end(pending, call.result())
             return
         if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
-        self._waiting.appendleft([one])
+        self._waiting.appendleft([pending])
         if isinstance(outcome, (RefusedError, ForgottenError)):
             self._lose(state, str(outcome))
             return
-        one.failed_on.append(state)
+        pending.failed_on.append(state)
         if (reason := state.fault_behind(outcome)) is not None:
             self._lose(state, reason)
-        if len(one.failed_on) >= MOST_FAILURES:
+        if len(pending.failed_on) >= MOST_FAILURES:
             raise EngineError(
                 f"rollout.urls: a request failed {MOST_FAILURES} times, the last time on {state.server.url}: "
                 f"{outcome}. Look into the servers' logs, then start this run "
                 "again: it goes on from its last checkpoint"
             )
 
-    def _end(self, one: OpenRequest, completion: Completion) -> None:
-        """Give a completion to who has asked, unless a halt has cut it."""
+    def _end(self, pending: OpenRequest, completion: Completion) -> None:
+        """Deliver a completion, unless a halt has truncated it."""
         if self._halted_at < math.inf and completion.finish == "abort":
-            if len(completion.tokens) < rest(one.request, one.generated).max_new_tokens:
+            if len(completion.tokens) < rest(pending.request, pending.generated).max_new_tokens:
                 if self.goes_on:
-                    one.generated = one.generated.extended([], completion)
+                    pending.generated = pending.generated.extended([], completion)
                 return
-            completion = completion._replace(finish="length")  # halted behind its last token
+            completion = completion._replace(finish="length")  # halted after its last token
         with self._lock:
-            is_open = self._open.pop(one, self) is None
+            is_open = self._open.pop(pending, self) is None
         if is_open:
-            one.generated = one.generated.extended([], completion)
-            one.done(one.generated)
+            pending.generated = pending.generated.extended([], completion)
+            pending.done(pending.generated)
 
     def _lose(self, state: ServerState, reason: str) -> None:
-        """Take a server out, and give its requests to others."""
+        """Exclude a server, and send its requests to others."""
         self._pool.lose(state, reason)
         self._waiting.extendleft([self._sent.pop(name)] for name in state.running if name in self._sent)
         state.running.clear()
@@ -265,15 +269,15 @@ class OpenRequests:
 
 def _by_prompt(asked: Iterable[OpenRequest]) -> Iterable[list[OpenRequest]]:
     groups: dict[tuple[int, ...], list[OpenRequest]] = defaultdict(list)
-    for one in asked:
-        groups[(*one.request.prompt, *one.generated.tokens)].append(one)
+    for pending in asked:
+        groups[(*pending.request.prompt, *pending.generated.tokens)].append(pending)
     return groups.values()
 
 
 def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError | None:
-    """An error if other weights than these gave a completion, or it was aborted and the server was not told to."""
+    """Return an error if a completion is from other weights, or was aborted without an order to the server."""
     if completion.finish == "abort" and not was_told:
-        return CallError("it aborted a request by itself")  # as a server that is told to end does
+        return CallError("it aborted a request by itself")  # for example because it is shutting down
     generated_by = {span.version for span in completion.spans}
     if generated_by != {version} and completion.tokens:
         return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
@@ -281,8 +285,9 @@ def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError
 
 
 def answers(pool: ServerPool, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-    """Completions in the order of the requests. Raises what `OpenRequests.run` does."""
-    asked, answered = [OpenRequest(request) for request in requests], OpenRequests(pool, rules)
-    answered.ask(asked)
-    answered.run(asked, stays=False)
-    return [one.generated for one in asked]
+    """Return completions in the order of the requests. Raises the errors of `OpenRequests.run`."""
+    pending = [OpenRequest(request) for request in requests]
+    answered = OpenRequests(pool, rules)
+    answered.ask(pending)
+    answered.run(pending, stays=False)
+    return [request.generated for request in pending]

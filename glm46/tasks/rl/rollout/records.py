@@ -23,21 +23,21 @@ class Request(NamedTuple):
 
     prompt: list[int]
     seed: int
-    """Decides the samples: request, weights and rules give the same tokens in any batch, on any number of ranks."""
+    """Random seed: request, weights and rules give the same tokens in any batch, on any number of ranks."""
     max_new_tokens: int
     known: int = 0
-    """Tokens of the prompt, from its begin on, whose experts need not be returned."""
+    """Leading tokens of the prompt whose experts need not be returned."""
 
 
 class SamplingRules(NamedTuple):
-    """The sampling of all requests of a call: from the whole distribution, without top-p and top-k."""
+    """Sampling settings for all requests of a call: full distribution, without top-p and top-k."""
 
     temperature: float
     """Logits are divided by it; 0 takes the most likely token, with its log-probability at 1."""
     stop: frozenset[int]
-    """Ids that end a completion."""
+    """Token ids that end a completion."""
     vocab_size: int
-    """Ids from here on are padding rows of the head; their probability is 0."""
+    """Token ids from this one on are padding rows of the head; their probability is 0."""
     routes: bool = False
     """Return the chosen experts."""
 
@@ -53,25 +53,26 @@ class Completion(NamedTuple):
     """A generated sample."""
 
     tokens: list[int]
-    """With the stop token, if it was generated."""
+    """Generated tokens, including the stop token if there is one."""
     logprobs: list[float]
-    """Of each token, of the distribution that it was generated from (at the temperature), natural logarithm."""
+    """Natural log-probability of each token under the distribution it was sampled from (at the temperature)."""
     finish: Finish
     spans: list[VersionSpan]
     routes: Annotated[np.ndarray, PlainValidator(_array)] | None
-    """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""
+    """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: experts chosen for each input token."""
     replies: tuple[tuple[int, int], ...] = ()
-    """Start and end, among the tokens, of those that an environment has replied with, or that another sample trains;
-    their log-probability is 0."""
+    """Start and end indices of tokens that an environment wrote or that another sample trains; their log-probability
+    is 0."""
     drafted: int = 0
-    """Tokens that prediction layers of the local engine drafted for it."""
+    """Number of tokens drafted by the prediction layers of the local engine."""
     accepted: int = 0
-    """Those of them that were kept."""
+    """Number of drafted tokens that were kept."""
     contradicted: tuple[tuple[int, int], ...] = ()
-    """Indices of generated markers behind which another role has spoken, and its marker: what the model reads there."""
+    """Indices of generated end markers after which another role spoke, each with the marker that the model reads there
+    instead."""
 
     def extended(self, reply: list[int], turn: "Completion") -> "Completion":
-        """This completion with a reply, perhaps of no token, and what was generated behind it."""
+        """Append a reply, which may be empty, and the completion generated after it."""
         start = len(self.tokens)
         end = start + len(reply)
         spans = [*self.spans, *(VersionSpan(end + span.start, span.version) for span in turn.spans)]
@@ -87,62 +88,64 @@ class Completion(NamedTuple):
 
 
 NOTHING = Completion([], [], "abort", [], None)
-"""A sample of which no token is generated yet."""
+"""A completion without tokens."""
 
 
 class SessionSample(NamedTuple):
-    """A prompt and what was generated behind it: of a conversation the turns from one whose prompt was rendered whole
-    to one that no other turn continues."""
+    """A prompt and its completion. For a conversation, the turns from one whose prompt was rendered whole to one that
+    no other turn continues."""
 
     prompt: list[int]
     completion: Completion
 
 
 class EpisodeEnd(NamedTuple):
-    """The result of an episode, which is an answer to a prompt with or without an environment, up to its reward."""
+    """The result of an episode, and its reward once it is scored. An episode is an answer to a prompt, with or without
+    an environment."""
 
     samples: list[SessionSample]
-    """First the one with the last turn; empty if the environment failed."""
+    """Samples of the episode, the one with the last turn first; empty if the environment failed."""
     fault: str = ""
-    """The reason why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
+    """Why there is no reward: the environment failed, the server did not finish it, or a reward failed."""
     score: float | None = None
-    """Of the scoring command, or of the program where there is none."""
+    """Score from the scoring command, or from the program if there is no scoring command."""
     is_part: bool = False
-    """True if it has not ended: the samples are its tokens or turns so far, from which it continues."""
+    """True if the episode is unfinished: the samples hold its tokens or turns so far, from which it continues."""
     output: str = ""
-    """Of a failed program, its end. It is not sent to other ranks and not kept."""
+    """Last output of a failed program. It is neither sent to other ranks nor stored."""
     group: int = -1
     """Number of the prompt, counted over the run."""
     reward: float | None = None
-    """Weighted sum of the parts; None before it is scored, or if there is a fault."""
+    """Weighted sum of the parts; None before scoring, or if there is a fault."""
     parts: Mapping[str, float] = {}
-    """By the name of each reward, before its weight; without those that failed."""
+    """Unweighted value of each reward by name; failed rewards are missing."""
 
     @property
     def completion(self) -> Completion:
-        """Of the sample with the last turn."""
+        """Completion of the sample with the last turn."""
         return self.samples[0].completion if self.samples else NOTHING
 
 
 def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.ndarray | None:
-    """Routes of a completion whose second part was generated behind the first. Those of the first part are kept: its
-    log-probabilities belong to them, and tokens that are computed again, by other weights or in another batch, may be
-    routed in another way."""
+    """Return the routes of a completion that was generated in two parts. The second part recomputes the tokens of the
+    first, perhaps with other weights or in another batch, and may route them differently; the first part's routes are
+    kept because its log-probabilities belong to them."""
     if first is None or then is None:
         return first if then is None else then
     return np.concatenate([first, then[len(first) :]])
 
 
 def rest(request: Request, generated: Completion) -> Request:
-    """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
-    the samples of a position are not used twice."""
-    count, known = len(generated.tokens), 0 if generated.routes is None else len(generated.routes)
-    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
+    """Return the remaining part of a request: the generated tokens move to its prompt, and its seed advances by their
+    count, so that no position uses the same random numbers twice."""
+    count = len(generated.tokens)
+    routed = 0 if generated.routes is None else len(generated.routes)
+    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, routed)
 
 
 def seed_behind(seed: int, tokens: Sequence[int]) -> int:
-    """The seed, of 63 bits, of a request that continues another one after some tokens. With one seed for all turns, a
-    server that makes a generator for each request would choose their tokens by the same random numbers."""
+    """Return the 63-bit seed of a request that continues another one after some tokens. With one seed for all turns, a
+    server that creates a generator per request would sample every turn with the same random numbers."""
     digest = blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -151,27 +154,29 @@ class Engine(Protocol):
     """Generates completions with weights of the policy network."""
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-        """Completions of all requests of the job, in their order.
+        """Return the completions of all requests of the job, in order.
 
         Collective for the in-process engine: every rank passes all requests and gets all completions.
         """
 
     def update(self, version: int) -> None:
-        """Make the engine's weights those of the policy network, and name them by `version`. Collective."""
+        """Copy the weights of the policy network to the engine, as version `version`. Collective."""
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the resources of the engine."""
 
 
-_COMPLETIONS, _GROUPS = TypeAdapter(list[Completion]), TypeAdapter(dict[int, list[EpisodeEnd]])
+_COMPLETIONS = TypeAdapter(list[Completion])
+_GROUPS = TypeAdapter(dict[int, list[EpisodeEnd]])
 
 
 LINES = 2
-"""The form of a line of a waiting group: a checksum, and `pack_groups`. Groups of another form are generated again."""
+"""Format version of the lines of a group file, each a checksum and `pack_groups`. Groups in another format are
+generated again."""
 
 
 def pack(records: object) -> bytes:
-    """Records as bytes, no pickle: a line of JSON, and behind it the experts of all completions."""
+    """Pack records without pickle: a line of JSON followed by the experts of all completions as NumPy arrays."""
     experts = io.BytesIO()
 
     def outside(array: np.ndarray) -> str:
@@ -183,17 +188,17 @@ def pack(records: object) -> bytes:
 
 
 def unpack(content: bytes) -> list[Completion]:
-    """The completions that `pack` has packed."""
+    """Read completions packed by `pack`."""
     file = io.BytesIO(content)
     return _COMPLETIONS.validate_json(file.readline(), context=file)
 
 
 def pack_groups(groups: Mapping[int, Sequence[EpisodeEnd]]) -> bytes:
-    """Results of groups, by their numbers, as bytes."""
-    return pack({number: [end._replace(output="") for end in of] for number, of in groups.items()})
+    """Pack the results of groups, by group number."""
+    return pack({number: [end._replace(output="") for end in ends] for number, ends in groups.items()})
 
 
 def unpack_groups(content: bytes) -> dict[int, list[EpisodeEnd]]:
-    """The inverse of `pack_groups`."""
+    """Read groups packed by `pack_groups`."""
     file = io.BytesIO(content)
     return _GROUPS.validate_json(file.readline(), context=file)

@@ -1,4 +1,4 @@
-"""The engine of inference servers, with weights that they load from a disk or get by broadcast."""
+"""The engine of inference servers, which load weights from a disk or receive them by broadcast."""
 
 import shutil
 from collections.abc import Callable, Sequence, Set
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import on_first_rank
 from glm46.config.rollout import RolloutConfig
 from glm46.files.durable import create_durably, hash_file, sync_folder
+from glm46.files.standard_output import LineWriter, print_line
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
@@ -33,71 +34,87 @@ from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
 
 VERSION_FILE = "version.json"
-"""In a folder of weights: its version, and length and SHA-256 of each of its files."""
+"""File in a folder of weights with their version, and length and SHA-256 of each file."""
 
 _HASHED_AT_ONCE = 8
-_RESTART_SECONDS = 300.0  # the longest start of a server with a large model, when none is left
-_PROBES, _FIRST, _LONGEST = 4, 8, 256
-"""Prompts of the probe, completions that a server generates before all others, and tokens of each."""
+_RESTART_SECONDS = 300.0  # time for a server with a large model to start, when no server is left
+_PROBES = 4
+_FIRST = 8
+_LONGEST = 256
+"""Prompts of the probe, completions that check a server after it joins, and maximum tokens of each."""
 
 
 class ServerEngine:
     """See `Engine`. Rank 0 talks to the servers; all ranks get the completions."""
 
     def __init__(
-        self, config: RolloutConfig, *, folder: Path, policy: ServedPolicy, prompts: Sequence[list[int]],
-        rules: SamplingRules, padding: range, routed: tuple[int, int] = (0, 0), base: Path | None = None,
-        say: Callable[[str], None] = print,
-    ):  # fmt: skip
+        self,
+        config: RolloutConfig,
+        *,
+        folder: Path,
+        policy: ServedPolicy,
+        prompts: Sequence[list[int]],
+        rules: SamplingRules,
+        padding: range,
+        routed: tuple[int, int] = (0, 0),
+        base: Path | None = None,
+        say: LineWriter = print_line,
+    ):
         """
         Args:
-            folder: of the versions of the weights, if rollout.weights_folder does not name one; on a disk that all
-                ranks and all servers see under this path.
-            prompts: all of the run, at least one of two or more tokens. Servers score the first ones after each
-                update, and answer some from all over them before they generate for the run.
-            base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
-                may be written by the first export. None: servers are started with the weights of the moment.
+            folder: holds the versions of the weights unless rollout.weights_folder is set; on a disk that all ranks and
+                servers see under this path.
+            prompts: all prompts of the run, at least one of two or more tokens. Servers score the first ones after each
+                update, and answer an even selection of them before they generate for the run.
+            base: Hugging Face folder to start servers with, if the policy exports only adapters for it. The first
+                export may write it. None: servers are started with the current weights.
             say: takes a line for the log, on rank 0.
         """
         self._folder = Path(config.weights_folder or folder)
-        self._policy, self._say = policy, say
+        self._policy = policy
+        self._say = say
         self._probe = [tokens[:_LONGEST] for tokens in prompts if len(tokens) > 1][:_PROBES]
         spread = prompts[:: max(len(prompts) // _FIRST, 1)]
         length = min(config.max_new_tokens, _LONGEST)
         self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
-        self._rules, self._has_generated, self._goes_on = rules, False, False
+        self._rules = rules
+        self._has_generated = False
+        self._goes_on = False
         servers: list[InferenceServer] = [
             VllmServer(url, padding) if config.kind == "vllm" else SglangServer(url, padding, routed)
             for url in config.urls
         ]
-        self._launches, self._launched = (
-            bool(config.launch),
-            LaunchedServers(config.launch, config.urls, self._folder, say),
-        )
+        self._launches = bool(config.launch)
+        self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
-            servers, rules=rules, longest=max(map(len, prompts)) + config.max_new_tokens,
-            most_running=config.samples_at_once, deadline=config.deadline_seconds, restart=_RESTART_SECONDS, say=say,
+            servers,
+            rules=rules,
+            longest=max(map(len, prompts)) + config.max_new_tokens,
+            most_running=config.samples_at_once,
+            deadline=config.deadline_seconds,
+            restart=_RESTART_SECONDS,
+            say=say,
             still_starting=self._launched.require_running,
-        )  # fmt: skip
+        )
         self._background: BackgroundGeneration | None = None
-        """After `generate_ahead`, on rank 0."""
-        self._base, self._newest = base, base
+        """Background generation on rank 0, after `generate_ahead`."""
+        self._base = base
+        self._newest = base
         self._is_fp8 = config.weights_dtype is not None
-        self._broadcasts, self._launches = config.weights == "broadcast", bool(config.launch)
+        self._broadcasts = config.weights == "broadcast"
         self._groups: Sequence[WeightGroup] = ()
         self._request = CollectiveRequest(self._broadcast)
         self._version = -1
         self._new: dict[ServerState, list[Completion]] = {}
-        """First completions of servers that have joined, on rank 0."""
+        """First completions of servers that joined; on rank 0."""
 
     def generate_ahead(self, folder: Path, begin: Begin = begin_samples, *, goes_on: bool) -> None:
-        """Keep `background` in step with the weights from now on: it is halted while servers load, and while
-        `generate` generates, and continues afterwards.
+        """Create `background`, which pauses while servers load weights and while `generate` runs.
 
         Args:
-            folder: of what it generates.
+            folder: holds the generated groups.
             begin: generates the members of a group.
-            goes_on: it also generates while the policy trains. Otherwise `take` alone does, with the policy's weights.
+            goes_on: also generate while the policy trains. Otherwise only `take` generates, with the policy's weights.
         """
         self._goes_on = goes_on
         if dist.get_rank() == 0:
@@ -106,14 +123,14 @@ class ServerEngine:
 
     @property
     def background(self) -> BackgroundGeneration:
-        """Of `generate_ahead`, on rank 0."""
+        """Background generation; on rank 0, after `generate_ahead`."""
         assert self._background is not None
         return self._background
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
     ) -> dict[int, list[EpisodeEnd]] | None:
-        """Finished groups by their numbers, see `BackgroundGeneration.take`. Collective; equal on ranks."""
+        """Take finished groups by number, see `BackgroundGeneration.take`. Collective; all ranks get the same."""
         if not self._goes_on:
             self._ready()
 
@@ -132,7 +149,7 @@ class ServerEngine:
         return unpack_groups(content) if content else None
 
     def answer(self, work: Callable[[OpenRequests], bytes], rules: SamplingRules) -> bytes:
-        """The result of work of rank 0 whose requests servers answer as they come. Collective."""
+        """Run work on rank 0 that sends requests to servers, and return its result on all ranks. Collective."""
         self._ready()
 
         def run() -> bytes:
@@ -146,19 +163,19 @@ class ServerEngine:
         return self._run(run)
 
     def _run(self, work: Callable[[], bytes]) -> bytes:
-        """The result of work of rank 0 that needs the servers without requests of the background, on all ranks, which
-        meanwhile broadcast the weights when a server needs them. Collective."""
+        """Run work on rank 0 while background generation is halted, and return its result on all ranks. Meanwhile all
+        ranks broadcast the weights when a server needs them. Collective."""
 
         def alone() -> bytes:
             is_generating = self._background is not None and self._background.halt()
             self._pool.send = self._send
             try:
-                found = work()
+                result = work()
             finally:
                 self._pool.send = None
             if is_generating:
                 self.background.start()
-            return found
+            return result
 
         return run_on_first_rank(alone, self._request)
 
@@ -167,7 +184,7 @@ class ServerEngine:
         self._request.ask()
 
     def _broadcast(self) -> None:
-        """Send the policy, which is that of the last update, to the servers that have joined groups. Collective."""
+        """Send the policy of the last update to the servers that have joined groups. Collective."""
         sender = WeightSender(self._groups) if dist.get_rank() == 0 else None
         for name, tensor in self._policy.tensors():
             if sender is not None:
@@ -181,7 +198,7 @@ class ServerEngine:
         return unpack(self._run(lambda: pack(answers(self._pool, requests, rules))))
 
     def _ready(self) -> None:
-        """Have servers that were lost join again, and check what they generate. Collective."""
+        """Let lost servers join again, and check what they generate. Collective."""
         if dist.get_rank() == 0 and self._newest is not None:
             self._launched.ensure(self._newest)
 
@@ -192,44 +209,47 @@ class ServerEngine:
         self._check_new(self._run(join))
 
     def _first_samples(self) -> bytes:
-        """Of the servers that have joined; on rank 0."""
+        """Generate and pack the first completions of servers that joined; on rank 0."""
         self._new = self._pool.first_samples(self._first, at_start=not self._has_generated)
-        return pack([one for completions in self._new.values() for one in completions])
+        return pack([completion for completions in self._new.values() for completion in completions])
 
     def _check_new(self, first_samples: bytes) -> None:
-        """Compare what servers that have joined generate with the policy, which has the weights of the last update: the
-        probe asks what a server says of given tokens, this check what it says of its own, and whether they are of its
-        distribution. Collective; all ranks decide alike.
+        """Compare the completions of servers that joined with the policy, which has the weights of the last update. The
+        probe compares log-probabilities of given tokens; this check compares those of generated tokens, and whether
+        the tokens follow the policy's distribution. Collective; all ranks decide equally.
 
         Raises:
-            EngineError: at the start of the run, of one that differs. Later that one is left out.
+            EngineError: a server differs at the start of the run. Later such a server is excluded.
         """
         completions = unpack(first_samples)
-        states, prompts = list(self._new), [request.prompt for request in self._first]
+        states = list(self._new)
+        prompts = [request.prompt for request in self._first]
         for number, start in enumerate(range(0, len(completions), _FIRST)):
             generated = list(zip(prompts, completions[start : start + _FIRST], strict=True))
-            said, is_right = self._policy.compare(generated, self._rules.temperature)
+            report, is_right = self._policy.compare(generated, self._rules.temperature)
             if not is_right and not self._has_generated:
                 raise EngineError(
                     *on_first_rank(
-                        f"rollout.urls: {states[number].server.url if states else ''}: {said}; start it with the "
+                        f"rollout.urls: {states[number].server.url if states else ''}: {report}; start it with the "
                         "options of docs/rollout_servers.md, and in the type of training.mixed_precision_param"
                     )
                 )
             if states:
-                self._pool.judge(states[number], said, is_right=is_right)
+                self._pool.judge(states[number], report, is_right=is_right)
         self._has_generated |= bool(completions)
 
     def update(self, version: int) -> None:
-        """Write the policy to the disk, or broadcast it, have all servers load it, and compare their log-probabilities
-        of the probe with the trainer's. Collective.
+        """Write the policy to disk or broadcast it, load it into all servers, and compare their log-probabilities of
+        the probe with the trainer's. Collective.
 
-        The first time a policy with a changed tensor of each kind comes before: steps of training are smaller than the
-        tolerance of the probe, and a server that loads nothing, or not all, may have been started with these weights.
+        The first call also sends a policy with a changed tensor of each kind. Training steps are smaller than the
+        tolerance of the probe, so it would miss a server that was started with these weights and loads none, or only
+        some.
 
         Raises:
-            EngineError: no server has these weights now, or one did not take the changes, or samples from others.
-            UserError: the disk is full, or at the first update: a server runs with other options than needed.
+            EngineError: no server has these weights, or a server did not load the changed tensors or samples from
+                another distribution.
+            UserError: the disk is full, or, at the first update, a server runs with wrong options.
         """
         if self._version < 0:
             with self._policy.changed():
@@ -239,7 +259,7 @@ class ServerEngine:
         self._check_new(first_samples)
 
     def _hand_over(self, version: int, path: Path) -> bytes:
-        """The weights that `_check_new` asks for."""
+        """Hand one version of the weights to the servers; return the first completions for `_check_new`."""
         folder = None if self._broadcasts else path
         if folder is not None:
             self._export(folder)
@@ -256,27 +276,29 @@ class ServerEngine:
                 _write_manifest(folder, version)
             self._pool.update(Weights(version, folder, self._probe, expected, self._is_fp8))
             if folder is not None:
-                # A server that comes back loads the newest one, behind the one that it was started with.
+                # A restarted server first needs the folder that it was started with, then the newest one.
                 self._remove(but={folder, *map(self._launched.folder_of, self._pool.awaited)})
             return b"" if version == CHANGED else self._first_samples()
 
         return self._run(load)
 
     def _export(self, path: Path) -> None:
-        if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective
+        if (
+            dist.get_rank() == 0 and path.exists()
+        ):  # from a killed run; remove it before export, which begins with a collective
             shutil.rmtree(path)
         self._policy.export(path)
 
     def close(self) -> None:
-        """Remove the weights from the disk, and end the servers that this run has started."""
-        with ExitStack() as ends:  # the last one first, and all of them: on a full disk the weights are what frees it
+        """Remove the weights from disk, and end the servers that this run started."""
+        with ExitStack() as ends:  # last in, first out, all run despite errors: removing weights can free a full disk
             if dist.get_rank() == 0:
                 ends.callback(self._remove)
             ends.callback(self._launched.stop)
             if self._background is not None:
                 ends.callback(
                     self._background.keep, (), before=0
-                )  # what functions and programs still say is not written
+                )  # late results of functions and programs are not written
                 self._background.halt()
 
     def _remove(self, *, but: Set[Path | None] = frozenset()) -> None:
@@ -286,7 +308,7 @@ class ServerEngine:
 
 
 def _write_manifest(path: Path, version: int) -> None:
-    """Write `VERSION_FILE` of a folder of weights."""
+    """Write the `VERSION_FILE` of a folder of weights."""
     names = sorted(path.iterdir())
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
         records = list(threads.map(hash_file, names))

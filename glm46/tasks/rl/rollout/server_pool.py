@@ -1,5 +1,5 @@
-"""Several inference servers: who generates, who is left out, and who comes back; and those that a run starts on its own
-machine, which end with it."""
+"""A pool of inference servers, from which failing servers are excluded until they return, and servers that a run starts
+on its own machine and that end with it."""
 
 import atexit
 import contextlib
@@ -24,42 +24,55 @@ from glm46.tasks.rl.rollout.server_state import CHANGED, NEVER_JOINED, EngineErr
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _RESTART_TICK_SECONDS = 2.0
+_WAITING_SECONDS = 15.0
+"""Seconds between two log lines that name the awaited servers."""
 _LAST_LINES = 15
 _STOP_SECONDS = 10
-# Sets PR_SET_PDEATHSIG, of linux/prctl.h, and becomes the server, which keeps it: a killed run leaves no server.
+# Sets PR_SET_PDEATHSIG (linux/prctl.h) and execs the server, which inherits it: a killed run leaves no server.
 _END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class ServerPool:
-    """Generates completions on the servers that answer, with weights that were compared with the trainer's."""
+    """Generates completions on responsive servers whose weights have been compared with the trainer's."""
 
     def __init__(
-        self, servers: Sequence[InferenceServer], *, rules: SamplingRules, longest: int, most_running: int,
-        deadline: float, restart: float, say: Callable[[str], None], still_starting: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
-        """See `ServerState` for the other ones.
+        self,
+        servers: Sequence[InferenceServer],
+        *,
+        rules: SamplingRules,
+        longest: int,
+        most_running: int,
+        deadline: float,
+        restart: float,
+        say: Callable[[str], None],
+        still_starting: Callable[[], None] = lambda: None,
+    ):
+        """See `ServerState` for the other arguments.
 
         Args:
-            most_running: requests that one server gets at a time.
+            most_running: maximum number of running requests of one server.
             restart: seconds to wait for a server to come back when none is left.
             say: takes a line for the log.
-            still_starting: raises EngineError if no server can come up any more.
+            still_starting: raises EngineError if no server can start any more.
         """
         self._states = [ServerState(server, rules, longest, deadline) for server in servers]
-        self.most_running, self.deadline, self._restart = most_running, deadline, restart
-        self._say, self._still_starting = say, still_starting
+        self.most_running = most_running
+        self.deadline = deadline
+        self._restart = restart
+        self._say = say
+        self._still_starting = still_starting
         self._newest: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None
-        """Broadcasts the present weights to servers that have joined groups. None: not now, all ranks are elsewhere."""
+        """Broadcasts the current weights to servers that have joined groups; None while the ranks do other work."""
         self._names = itertools.count()
-        self._session = f"{time.time_ns():x}"  # a server knows the requests of an earlier run
+        self._session = f"{time.time_ns():x}"  # servers remember request names of earlier runs
 
     def update(self, weights: Weights) -> None:
-        """Load new weights into all servers that answer, those that were lost too. After `CHANGED` ones none generates
-        before the next update.
+        """Load new weights into all responsive servers, including lost ones. After `CHANGED` weights no server
+        generates before the next update.
 
         Raises:
-            EngineError: none took them.
+            EngineError: no server loaded them.
         """
         self._newest = weights
         self._join(self._states)
@@ -70,17 +83,19 @@ class ServerPool:
 
     @property
     def awaited(self) -> list[str]:
-        """Addresses of the servers that do not generate, and may come."""
+        """Addresses of the servers that do not generate but may join."""
         return [state.server.url for state in self._states if state.lost is not None and not state.is_refused]
 
     def first_samples(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
-        """Completions of these requests by each server that has generated none since it joined. One that fails is lost.
+        """Return completions of these requests from each server that has not been checked since it joined. A server
+        that fails is lost.
 
         Raises:
-            UserError: a server refuses a request, at the start of the run or when no other one generates.
+            UserError: a server refuses a request, at the start of the run or when no other server generates.
         """
         new = [state for state in self._serving() if not state.is_checked]
-        salt, found = f"{self._session}-{self.version}", dict[ServerState, list[Completion]]()
+        salt = f"{self._session}-{self.version}"
+        samples = dict[ServerState, list[Completion]]()
         calls = {
             state: [
                 in_thread(partial(state.server.generate, self.new_name(), request, state.rules, salt, self.deadline))
@@ -88,27 +103,28 @@ class ServerPool:
             ]
             for state in new
         }
-        for state, of in calls.items():
-            error = next(filter(None, [call.exception() for call in of]), None)
+        for state, futures in calls.items():
+            error = next(filter(None, [call.exception() for call in futures]), None)
             if isinstance(error, RefusedError) and (at_start or self._serving() == [state]):
                 raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
-            completions = [] if error is not None else [call.result() for call in of]
-            if error is not None or not all(one.tokens for one in completions):
+            completions = [] if error is not None else [call.result() for call in futures]
+            if error is not None or not all(completion.tokens for completion in completions):
                 self.lose(state, str(error or "it was told to abort its first completions"))
             else:
-                found[state] = completions
-        return found
+                samples[state] = completions
+        return samples
 
-    def judge(self, state: ServerState, said: str, *, is_right: bool) -> None:
-        """Let a server generate after what was said of its first samples, or leave it out for good."""
-        state.is_checked, state.is_refused = is_right, not is_right
+    def judge(self, state: ServerState, report: str, *, is_right: bool) -> None:
+        """Admit a server after the check of its first samples, or exclude it permanently."""
+        state.is_checked = is_right
+        state.is_refused = not is_right
         if is_right:
-            self._say(f"rollout: {state.server.url}: {said}{state.server.note}")
+            self._say(f"rollout: {state.server.url}: {report}{state.server.note}")
         else:
-            self.lose(state, said)
+            self.lose(state, report)
 
     def abort_all(self) -> None:
-        """End the requests that are still on their way."""
+        """Abort all running requests."""
         for state in self._serving():
             if state.running:
                 with contextlib.suppress(CallError):
@@ -122,36 +138,36 @@ class ServerPool:
 
     @property
     def version(self) -> int:
-        """Of the weights that all servers generate with."""
+        """Version of the weights that all servers generate with."""
         return self._weights.version
 
     def new_name(self) -> str:
-        """A name of a request that no server has had."""
+        """Return a request name that no server has seen."""
         return f"{self._session}-{next(self._names)}"
 
     def lose(self, state: ServerState, reason: str) -> None:
-        """Leave a server out."""
+        """Exclude a server until it joins again."""
         if state.lost is None:
-            self._say(f"rollout: {state.server.url} is left out: {reason}")
+            self._say(f"rollout: {state.server.url} is excluded: {reason}")
             state.lost = reason
 
     def _serving(self) -> list[ServerState]:
         return [state for state in self._states if state.lost is None]
 
     def join_again(self) -> None:
-        """Ask the servers that are lost; see `ready`."""
+        """Try to bring lost servers back; see `ready`."""
         self._join([state for state in self._states if state.lost and state.refused != self.version])
         self.ready()
 
     def _join(self, states: Sequence[ServerState]) -> None:
-        """Bring servers to the present weights, all at once; those that fail are lost."""
+        """Load the current weights into servers in parallel; servers that fail are lost."""
         states = [state for state in states if not state.is_refused]
         if not states:
             return
 
         weights, reasons = self._weights, dict[ServerState, str | None]()
         try:
-            with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
+            with ThreadPoolExecutor(len(states)) as threads:  # all calls have deadlines
                 if weights.folder is None and self.send is None:
                     reasons = dict.fromkeys(states, "it waits for the weights of the next update")
                 else:
@@ -168,52 +184,68 @@ class ServerPool:
             if reason is None and state.lost is not None and self.version != CHANGED:
                 self._say(f"rollout: {state.server.url} generates with version {self._weights.version}")
             if reason is not None and state.lost != reason:
-                self._say(f"rollout: {state.server.url} is left out: {reason}")
+                self._say(f"rollout: {state.server.url} is excluded: {reason}")
             state.is_checked &= state.lost is None
-            state.lost, state.failures = reason, 0
+            state.lost = reason
+            state.failures = 0
 
     def ready(self) -> list[ServerState]:
-        """The servers that generate; if none is left, wait for one.
+        """Return the servers that generate. If there is none, wait for one, and log this now and every 15 seconds.
 
         Raises:
-            EngineError: none came back.
+            EngineError: no server came back.
         """
-        end = time.monotonic() + self._restart
+        start = time.monotonic()
+        next_line = start
         while not self._serving():
-            if time.monotonic() > end:
-                reasons = "; ".join(f"{state.server.url}: {state.lost}" for state in self._states)
-                raise EngineError(
-                    f"rollout.urls: no server is left, and none came back within {self._restart:g} s: {reasons}. Start "
-                    "them again, then start this run again: it goes on from its last checkpoint"
-                )
+            now = time.monotonic()
+            if now > start + self._restart or not self.awaited:
+                raise self._no_server_left()
+            if now >= next_line:
+                self._say(f"rollout: waiting for {self._reasons()} ({now - start:.0f} of {self._restart:g} s)")
+                next_line = now + _WAITING_SECONDS
             self._still_starting()
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
         return self._serving()
 
+    def _no_server_left(self) -> EngineError:
+        waited = f", and none came back within {self._restart:g} s" if self.awaited else ""
+        return EngineError(
+            f"rollout.urls: no server is left{waited}: {self._reasons()}. Start them again, then start this run again: "
+            "it continues from its last checkpoint"
+        )
+
+    def _reasons(self) -> str:
+        """List each address and why its server does not generate."""
+        return "; ".join(f"{state.server.url}: {state.lost}" for state in self._states)
+
 
 class LaunchedServers:
-    """One process for each address, with one command. Use it on rank 0, in the main thread: the processes end with the
-    thread that started them."""
+    """Starts one process per address, all with the same command. Use it on rank 0, in the main thread: the processes
+    end with the thread that started them."""
 
     def __init__(self, command: Sequence[str], urls: Sequence[str], logs: Path, say: Callable[[str], None]):
         """
         Args:
-            command: its words; ``{folder}`` and ``{port}`` stand for a Hugging Face folder and the port of an address.
+            command: words of the command; ``{folder}`` and ``{port}`` are replaced by a Hugging Face folder and the
+                port of an address.
             logs: folder of the servers' output.
         """
-        self._command, self._logs, self._say = command, logs, say
+        self._command = command
+        self._logs = logs
+        self._say = say
         self._ports = [urlsplit(url).port or 80 for url in urls] if command else []
         self._running: dict[int, subprocess.Popen] = {}
         self._folders: dict[int, Path] = {}
         atexit.register(self.stop)
 
     def folder_of(self, url: str) -> Path | None:
-        """That the server at an address was started with."""
+        """Return the folder that the server at an address was started with."""
         return self._folders.get(urlsplit(url).port or 80)
 
     def ensure(self, folder: Path) -> None:
-        """Start the servers that do not run, with the model of a folder.
+        """Start the servers that do not run, with the model in a folder.
 
         Raises:
             EngineError: the command cannot be run.
@@ -240,22 +272,22 @@ class LaunchedServers:
         self._say(f"rollout: starts {words[0]} at port {port}; its output is in {self._log(port)}")
 
     def require_running(self) -> None:
-        """Return if a server may still come up.
+        """Return if a server may still start.
 
         Raises:
-            EngineError: all of them have ended; with the end of the output of one.
+            EngineError: all servers have ended; the message has the end of the output of one.
         """
         if self._running and all(process.poll() is not None for process in self._running.values()):
             port, process = next(iter(self._running.items()))
             lines = self._log(port).read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            said = "\n".join(["", *lines])
+            tail = "\n".join(["", *lines])
             raise EngineError(
                 f"rollout.launch: {' '.join(self._command)} ended with exit code {process.returncode}; correct it, or "
-                f"the server. The end of {self._log(port)}:{said}"
+                f"the server. The end of {self._log(port)}:{tail}"
             )
 
     def stop(self) -> None:
-        """End the servers: a request to end, then by force."""
+        """End the servers with SIGTERM, then with SIGKILL."""
         for signal_, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):

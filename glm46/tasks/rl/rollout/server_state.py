@@ -1,5 +1,5 @@
-"""One server of a pool: whether it may generate, the weights that it must have for it, and the comparisons of what it
-says and of what it generates with the policy."""
+"""The state of one server of a pool: whether it may generate, with which weights, and comparisons of its
+log-probabilities and samples with the policy."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,80 +18,87 @@ from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05), "float16": (0.2, 0.02), "fp8": (2.0, 0.25)}
-"""By type of a server: largest and mean difference of log-probabilities from the trainer's. Rounding was measured at
-4e-6 in FP32, and at 0.16 and 0.005 in BF16, most of it from tokens near a tie that take another expert; a server with
-half of its weights was 0.6 off, one with old ones 3. Rounding the weights of a debug model to FP8 gives 0.4 to 0.7 and
+"""Largest and mean difference from the trainer's log-probabilities, by dtype of a server. Rounding was measured at 4e-6
+in FP32, and at 0.16 and 0.005 in BF16, mostly from tokens near a tie that choose another expert; a server with half of
+its weights was off by 0.6, one with old weights by 3. Rounding the weights of a debug model to FP8 gives 0.4 to 0.7,
 0.12 in the mean, and servers may round activations too."""
 _LEAST_STEP = 1e-5
-"""A step of the trainer's log-probabilities that no server computes the same bits before and after."""
-_USUAL_MISMATCH, _MOST_MISMATCH = 0.015, 0.15
+"""Change of the trainer's log-probabilities above which equal bits from a server mean that its weights are old."""
+_USUAL_MISMATCH = 0.015
+_MOST_MISMATCH = 0.15
 _DEVIATIONS = 4
-"""Of the mean of log-probability and entropy. A server with a wrong sampler had -3.3 nats."""
+"""Standard deviations allowed for the mean of log-probability plus entropy. A wrong sampler gave -3.3 nats."""
 _WARMER = 1.05
-"""Factor of the temperature between which and its inverse entropies are compared."""
+"""Temperature factor: entropies at temperature times and divided by it give the entropy's derivative."""
 MOST_FAILURES = 3
-"""In a row, of one server; or of one request on all servers."""
+"""Failures in a row after which a server is excluded, or after which a request ends the run."""
 NEVER_JOINED = "not asked yet"
 CHANGED = -1
-"""The version of a policy with changed tensors, which checks servers at the start and generates nothing."""
+"""Version of a policy with changed tensors that checks servers at the start and generates nothing."""
 
 
 class EngineError(UserError):
-    """No server is left. What was generated before is kept by who has it; weights and optimizer are untouched."""
+    """No server is left. Callers keep what was generated before; weights and optimizer are unchanged."""
 
 
 class ServedPolicy(NamedTuple):
-    """The policy as the ranks that train have it; what uses it is collective."""
+    """Access to the policy on the training ranks; all callables are collective."""
 
     export: Callable[[Path], None]
-    """Writes it as a Hugging Face folder under a new path."""
+    """Writes the policy as a Hugging Face folder at a new path."""
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Its whole tensors by their Hugging Face names, one after another."""
+    """Yields whole tensors with their Hugging Face names."""
     score: Callable[[list[list[int]], float], tuple[list[list[float]], list[list[float]]]]
-    """Its log-probability, at a temperature, of each token but the first of sequences, and the entropy at its place."""
+    """Returns, at a temperature, log-probability and entropy of each token of the sequences except the first."""
     routed_score: Callable[[list[list[int]], list[np.ndarray], float], tuple[list[list[float]], float]]
-    """The log-probabilities of `score` with given experts, [tokens but the last, MoE layers, top_k] of a sequence, and
-    the share of tokens and layers for which it would choose other ones."""
+    """Returns the log-probabilities of `score` with given experts, [tokens except the last, MoE layers, top_k] of a
+    sequence, and the share of tokens and layers for which the policy would choose others."""
     changed: Callable[[], AbstractContextManager[None]]
-    """While it is open, a tensor of each kind has other values."""
+    """Context in which one tensor of each kind has changed values."""
 
     def compare(self, generated: Sequence[tuple[list[int], Completion]], temperature: float) -> tuple[str, bool]:
-        """Compare prompts and what a server has generated with the policy at the temperature of the samples: their
-        log-probabilities, and that log-probability and entropy add up to 0 in the mean, as they do for samples of the
-        policy. Of completions with routes also the experts. Equal on all ranks.
+        """Compare completions of a server with the policy at the temperature of the samples: their log-probabilities,
+        and the mean of log-probability plus entropy, which is 0 for samples of the policy; for completions with routes
+        also the experts. Equal on all ranks.
 
         Returns:
-            What to say of them, and whether samples of this server can be learned from.
+            A message for the log, and whether the policy can be trained on samples of this server.
         """
-        sequences = [prompt + one.tokens for prompt, one in generated]
+        sequences = [prompt + completion.tokens for prompt, completion in generated]
 
         def of_drawn(rows: list[list[float]]) -> np.ndarray:
-            return np.array([x for row, (_, one) in zip(rows, generated, strict=True) for x in row[-len(one.tokens) :]])
+            return np.array(
+                [
+                    x
+                    for row, (_, completion) in zip(rows, generated, strict=True)
+                    for x in row[-len(completion.tokens) :]
+                ]
+            )
 
         ours, entropies = map(of_drawn, self.score(sequences, temperature))
-        theirs = np.array([x for _, one in generated for x in one.logprobs])
+        theirs = np.array([x for _, completion in generated for x in completion.logprobs])
         gap, mismatch = _mismatch(ours, theirs)
-        said = (
+        report = (
             f"{len(ours)} generated tokens differ from the trainer's policy by {gap:.2g} in the mean of the "
             f"log-probability, a KL divergence of {mismatch:.2g}"
         )
-        routes = [one.routes for _, one in generated if one.routes is not None]
+        routes = [completion.routes for _, completion in generated if completion.routes is not None]
         if len(routes) == len(generated):
             logprobs, share = self.routed_score(sequences, routes, temperature)
             mean, mismatch = _mismatch(of_drawn(logprobs), theirs)
             others = "" if math.isnan(share) else f", {share:.2%} of which differ from its own,"
-            said += f"; with the server's experts{others} by {mean:.2g} and {mismatch:.2g}"
+            report += f"; with the server's experts{others} by {mean:.2g} and {mismatch:.2g}"
         if not mismatch <= _MOST_MISMATCH:
             return (
-                f"{said}; at most {_MOST_MISMATCH:g} can be learned from: it reports log-probabilities of another "
+                f"{report}; at most {_MOST_MISMATCH:g} can be learned from: it reports log-probabilities of another "
                 "distribution than it samples from"
             ), False
         # The derivative of the entropy by the logarithm of the temperature is the variance of the log-probability.
         colder, warmer = (of_drawn(self.score(sequences, t)[1]) for t in (temperature / _WARMER, temperature * _WARMER))
         variance = ((warmer - colder) / (2 * math.log(_WARMER))).clip(0.0).sum()
         surprises = ours + entropies
-        # The variance of the policy covers rare tokens that were not generated; the squares cover those that were, each
-        # of which is many deviations away. The entropy of a server that rounds in another way differs by about `gap`.
+        # The policy's variance covers rare tokens that were not generated; the squares cover those that were, each many
+        # deviations away. The entropy of a server that rounds differently is off by about `gap`.
         deviation = math.sqrt(max(variance, (surprises**2).sum())) / len(ours)
         bias = surprises.mean()
         if not abs(bias) <= _DEVIATIONS * deviation + gap:
@@ -99,61 +106,64 @@ class ServedPolicy(NamedTuple):
                 f"log-probability and entropy of {len(ours)} generated tokens add up to {bias:.2g} in the mean, not to "
                 f"0 (standard deviation {deviation:.1g}): it samples from another distribution than the policy's"
             ), False
-        return said if mismatch <= _USUAL_MISMATCH else f"warning: {said}; {_USUAL_MISMATCH:g} is usual in BF16", True
+        return (
+            report if mismatch <= _USUAL_MISMATCH else f"warning: {report}; {_USUAL_MISMATCH:g} is usual in BF16",
+            True,
+        )
 
 
 class Weights(NamedTuple):
-    """One version of the policy, and how to recognise it."""
+    """One version of the policy, and a probe to recognise it."""
 
     version: int
     folder: Path | None
-    """None: they are broadcast."""
+    """Folder of the weights; None if they are broadcast."""
     probe: list[list[int]]
-    """Sequences of tokens."""
+    """Token sequences to score."""
     expected: list[list[float]]
-    """The trainer's log-probability of each of their tokens but the first."""
+    """The trainer's log-probability of each token of the probe except the first of each sequence."""
     is_fp8: bool = False
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return "one changed tensor of each kind" if self.version == CHANGED else f"version {self.version}"
 
 
 @dataclass(eq=False)
 class ServerState:
-    """A server and what the pool knows of it."""
+    """A server and its state in the pool."""
 
     server: InferenceServer
     rules: SamplingRules
-    """Of training rollouts."""
+    """Sampling rules of training rollouts."""
     longest: int
-    """Tokens of a prompt and its completion."""
+    """Maximum number of tokens of a prompt and its completion."""
     deadline: float
     """Seconds for one completion, and for one update."""
     lost: str | None = NEVER_JOINED
-    """Why it generates nothing."""
+    """Why it generates nothing; None if it generates."""
     is_checked: bool = False
-    """True if what it generates was compared with the policy since it joined."""
+    """True if its samples were compared with the policy since it joined."""
     is_refused: bool = False
-    """It samples from another distribution; no update changes that, so it is not asked again."""
+    """True if it samples from another distribution. No update changes that, so it is never retried."""
     refused: int | None = None
-    """The version that it could not take; with the next one it is asked again, or when no other server is left."""
+    """Version that the server failed to load; it is retried with the next one, or if no other server is left."""
     failures: int = 0
     running: set[str] = field(default_factory=set)
-    """Names of its requests."""
+    """Names of its running requests."""
     group: WeightGroup | None = None
-    """In which it waits for a broadcast."""
+    """Group in which it waits for a broadcast."""
     scores: list[list[float]] = field(default_factory=list)
-    """Of the probe, by the version before."""
+    """Its log-probabilities of the probe with the previous version."""
     expected: list[list[float]] = field(default_factory=list)
 
     def begin(self, weights: Weights) -> str | None:
-        """Compare the server with what is needed and, for a broadcast, have it join a group; returns why it cannot,
+        """Check the options of the server and, for a broadcast, have it join a group. Return why it cannot join, or
         None if it can.
 
         Raises:
-            UserError: it was started in another way than needed, and has never generated.
+            UserError: it was started with wrong options, and has never generated.
         """
 
         def prepare() -> None:
@@ -161,19 +171,19 @@ class ServerState:
             if self.lost is not None:
                 self.server.check(routes=self.rules.routes)
                 self._require_context()
-            self.refused = weights.version  # until it has passed
+            self.refused = weights.version  # until `complete` succeeds
             if weights.folder is None:
                 self.group = self.server.join(weights.version, self.deadline)
 
         return self._fault_of(prepare)
 
     def complete(self, weights: Weights) -> str | None:
-        """Load the weights of a folder, or wait until those of the broadcast are loaded, and compare; returns why the
-        server cannot generate with them, None if it can.
+        """Load the weights of a folder, or wait until broadcast weights are loaded, and compare scores of the probe.
+        Return why the server cannot generate with them, or None if it can.
 
         Raises:
-            UserError: it was started in another way than needed, and has never generated.
-            EngineError: it did not take the changes of the check at the start.
+            UserError: it was started with wrong options, and has never generated.
+            EngineError: it did not load the changed tensors of the check at the start.
         """
         scores: list[list[float]] = []
 
@@ -195,13 +205,14 @@ class ServerState:
                 f"rollout.urls: {self.server.url} does not have the weights that it said to have loaded: {reason}; "
                 "start it with the release and the options of docs/rollout_servers.md"
             )
-        self.scores, self.expected = scores, weights.expected
+        self.scores = scores
+        self.expected = weights.expected
         if reason is None:
             self.refused = None
         return reason
 
     def fault_behind(self, failure: BaseException) -> str | None:
-        """The reason why the server can generate nothing more, now that a request has failed; None if it can."""
+        """Return why the server can generate nothing more after a failed request; None if it still can."""
         self.failures += 1
         try:
             self.server.alive()
@@ -210,13 +221,14 @@ class ServerState:
         return str(failure) if self.failures >= MOST_FAILURES else None
 
     def leave_group(self) -> None:
-        """End the broadcast for this server, if that has not ended."""
+        """End the broadcast for this server if it is still open."""
         if self.group is not None:
             self.group.close()
         self.group = None
 
     def _require_context(self) -> None:
-        context, longest = self.server.context, self.longest
+        context = self.server.context
+        longest = self.longest
         if context is not None and longest > context:
             raise UserError(
                 f"rollout.urls: {self.server.url} has a context of {context} tokens, but a prompt with "
@@ -237,13 +249,13 @@ class ServerState:
 
     def _wrong_scores(self, weights: Weights, scores: list[list[float]]) -> str | None:
         dtype = "fp8" if weights.is_fp8 else self.server.dtype
-        most, mean = _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
+        max_gap, mean_gap = _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
         gaps = _gaps(scores, weights.expected)
-        if not (max(gaps) <= most and sum(gaps) / len(gaps) <= mean):  # NaN too
+        if not (max(gaps) <= max_gap and sum(gaps) / len(gaps) <= mean_gap):  # NaN too
             return (
                 f"after the update to {weights.name} its log-probabilities differ from the trainer's by up "
                 f"to {max(gaps):.2g}, {sum(gaps) / len(gaps):.2g} in the mean; {dtype} explains "
-                f"{most:g} and {mean:g}"
+                f"{max_gap:g} and {mean_gap:g}"
             )
         moved = max(_gaps(weights.expected, self.expected)) if self.expected else 0.0
         if scores == self.scores and moved > _LEAST_STEP:
@@ -252,10 +264,10 @@ class ServerState:
 
 
 def _gaps(ours: list[list[float]], theirs: list[list[float]]) -> list[float]:
-    return [abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
+    return [abs(a - b) for our_row, row in zip(ours, theirs, strict=True) for a, b in zip(our_row, row, strict=True)]
 
 
 def _mismatch(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Mean absolute difference of log-probabilities, and the KL divergence."""
+    """Return the mean absolute difference of log-probabilities, and the KL divergence."""
     gaps = ours - theirs
     return float(np.abs(gaps).mean()), float((np.exp(np.minimum(gaps, 20.0)) - 1.0 - gaps).mean())

@@ -1,5 +1,5 @@
-"""SGLang 0.5.23 by its native calls. Its requests and replies are compared with the classes of its wheel; it was run
-against a stub that is made from them only, because no build of SGLang for CPUs is published."""
+"""Client of SGLang 0.5.23's native API. Requests and replies are compared with the classes of its wheel. The client was
+run only against a stub made from these classes, because there is no published CPU build of SGLang."""
 
 import base64
 import json
@@ -29,10 +29,12 @@ _RELEASE = "0.5.23"
 class SglangServer(InferenceServer):
     """See `InferenceServer`."""
 
-    # Its own /health generates a token, which a paused server does not.
-    _health, _path, _forgotten = "/server_info", "/generate", "not loaded"
+    # Not /health: it generates a token, which a paused server cannot.
+    _health = "/server_info"
+    _path = "/generate"
+    _forgotten = "not loaded"
     _checksum: tuple[int, str] | None = None
-    """Of the version that was broadcast last."""
+    """Version and checksum of the last broadcast."""
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
@@ -42,9 +44,10 @@ class SglangServer(InferenceServer):
                 f"rollout.urls: {self.url}: does not return the experts that it chose; start it with "
                 "--enable-return-routed-experts, or turn off rl.routing_replay"
             )
-        # "auto" is the type of the folder, and every folder of a policy that is not FP32 is BF16.
+        # "auto" is the dtype of the folder, and folders of a policy are FP32 or BF16.
         self.dtype = "float32" if facts["dtype"] in ("float32", "float") else "bfloat16"
-        self.context, self.note = facts["context_length"], ""
+        self.context = facts["context_length"]
+        self.note = ""
         if facts["version"] != _RELEASE:
             self.note += f"; it is SGLang {facts['version']}, and this client was written for {_RELEASE}"
         if not facts["enable_deterministic_inference"]:
@@ -61,33 +64,34 @@ class SglangServer(InferenceServer):
             "temperature": rules.temperature,
             "sampling_seed": request.seed % 2**31,
             "stop_token_ids": sorted(rules.stop),
-            # Only stop tokens end a completion, and they are part of it.
+            # Only stop tokens end a completion, and they are included in it.
             "ignore_eos": True,
             "skip_special_tokens": False,
             "no_stop_trim": True,
             **({"logit_bias": bias} if bias else {}),
         }
         body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "cache_salt": salt}
-        wanted = {"return_routed_experts": True, "routed_experts_start_len": request.known} if rules.routes else {}
-        meta = self._ask(body | wanted | {"return_logprob": True}, seconds)["meta_info"]
+        options = {"return_routed_experts": True, "routed_experts_start_len": request.known} if rules.routes else {}
+        meta = self._ask(body | options | {"return_logprob": True}, seconds)["meta_info"]
         generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
-        spans = meta["weight_versions"] if generated else ()  # what was aborted in the queue has none
+        spans = meta["weight_versions"] if generated else ()  # requests aborted in the queue have no versions
         versions = [VersionSpan(span["start"], version_of(span["version"])) for span in spans]
         fed = len(request.prompt) + len(generated) - 1
         routes = self._routes(meta, fed, request.known) if rules.routes else None
-        logprobs, tokens = [value for value, _ in generated], [token for _, token in generated]
+        logprobs = [value for value, _ in generated]
+        tokens = [token for _, token in generated]
         return tokens, logprobs, meta["finish_reason"]["type"], versions, routes
 
-    def _routes(self, meta: dict[str, Any], fed: int, known: int) -> np.ndarray | None:
-        """Experts of the tokens that were fed, of the layers that have some; any of the known ones."""
+    def _routes(self, meta: dict[str, Any], fed: int, skipped: int) -> np.ndarray | None:
+        """Return the experts of the input tokens in the layers with experts; the known tokens get arbitrary ones."""
         if not meta.get("routed_experts"):
             return None
         layers, top_k = self._routed
-        found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
-        found = found.reshape(fed - known, -1, top_k)[:, -layers:]
-        if found.shape[1] != layers or found.min() < 0:
-            raise ValueError(f"experts {found.shape}, from {found.min()} on, in {layers} layers")
-        return np.pad(found, ((known, 0), (0, 0), (0, 0))).astype(np.uint8 if found.max() < 256 else np.uint16)
+        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        experts = experts.reshape(fed - skipped, -1, top_k)[:, -layers:]
+        if experts.shape[1] != layers or experts.min() < 0:
+            raise ValueError(f"experts {experts.shape}, from {experts.min()} on, in {layers} layers")
+        return np.pad(experts, ((skipped, 0), (0, 0), (0, 0))).astype(np.uint8 if experts.max() < 256 else np.uint16)
 
     def abort(self, names: Sequence[str]) -> None:
         """See `InferenceServer.abort`."""
@@ -100,7 +104,7 @@ class SglangServer(InferenceServer):
         if (folder / CONFIG).is_file():
             self._require_room_for_adapter(json.loads((folder / CONFIG).read_text())["r"])
             call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
-            self._unload_adapters("/unload_lora_adapter")  # it waits for the requests of an adapter
+            self._unload_adapters("/unload_lora_adapter")  # returns after the adapter's requests end
             self._pause()
             self._adapter = {"lora_path": f"{ADAPTER}{version}"}
             body = {"lora_name": self._adapter["lora_path"], "lora_path": path}
@@ -127,7 +131,8 @@ class SglangServer(InferenceServer):
         """See `InferenceServer.receive`."""
         group.result(seconds)
         checksum = self._change("/weights_checker", {"action": "checksum"}, seconds)["per_engine_checksum"]
-        before, self._checksum = self._checksum, (version, checksum)
+        before = self._checksum
+        self._checksum = (version, checksum)
         if before is not None and before[0] == version and before != self._checksum:
             raise CallError(f"its weights have other bits than when it loaded version {version} before")
         self._resume(version)
@@ -138,10 +143,10 @@ class SglangServer(InferenceServer):
         call(self.url, "/flush_cache", seconds=QUICK_SECONDS)
 
     def _change(self, path: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The reply of a call that says whether it has succeeded."""
+        """Return the reply of a call whose reply reports success; raise CallError otherwise."""
         try:
             reply = call(self.url, path, body, seconds=seconds)
-        except RefusedError as error:  # no fault of a request for tokens
+        except RefusedError as error:  # RefusedError is only for requests for tokens
             raise CallError(str(error)) from None
         if not isinstance(reply, dict) or not reply.get("success"):
             raise CallError(f"{path}: {reply}")
@@ -160,36 +165,41 @@ class SglangServer(InferenceServer):
                 f"these have {rank}; start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
             )
 
-    def _of_prompt(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
-        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
-        wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
-        meta = self._ask(body | wanted, seconds)["meta_info"]
-        own = meta["input_token_logprobs"][1:]  # the first token has none
-        others = meta["input_top_logprobs"][1:] if top_k else [()] * len(own)
-        places = ((*top, one) for one, top in zip(own, others, strict=True))
-        return [{token: float(logprob) for logprob, token, *_ in place} for place in places]
+    def _score_prompt(self, tokens: list[int], seconds: float) -> list[float]:
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        places = self._ask(body, seconds)["meta_info"]["input_token_logprobs"][
+            1:
+        ]  # the first token has no log-probability
+        if [token for _, token, *_ in places] != tokens[1:]:
+            raise ValueError("of other tokens")
+        return [float(logprob) for logprob, *_ in places]
 
 
 class SglangGroup(WeightGroup):
-    """See `WeightGroup`. Rank 0 broadcasts by SGLang's own calls: a request of each bucket, between a begin and an end,
-    outside of which the server refuses it. The workers check no sums; `SglangServer` asks for those of the weights. All
-    workers of all nodes are in one group: 1 + their rank of tensor parallelism."""
+    """See `WeightGroup`. Rank 0 broadcasts by SGLang's own API: one request per bucket, between a begin and an end
+    request, outside of which the server refuses buckets. The workers verify no checksums; `SglangServer` compares
+    checksums of the weights. The workers of all nodes are in one group, each with its tensor-parallel rank + 1."""
 
     _name = ""
-    """Empty: the server knows no group of ours."""
+    """Group name at the server; empty if it has no group of this client."""
     _has_begun = False
 
     def meet(self) -> None:
-        """Form the group, and have the server await buckets.
+        """Form the group, and prepare the server for buckets.
 
         Raises:
-            CallError: the server refuses, or its workers do not come.
+            CallError: the server refuses, or its workers do not join.
         """
         self._name = f"glm46-{self._at['update']}"
         body = {"master_address": self._at["address"], "master_port": self._at["port"], "rank_offset": 1}
         body |= {"world_size": 1 + self._workers, "group_name": self._name, "backend": self.backend}
         self._reply = self._ask("/init_weights_update_group", body)
-        # Where torch's own init_process_group, which the workers call, puts the keys of a group.
+        # Prefix of the keys of torch's init_process_group, which the workers call.
         prefix = f"{self._name}/{self._name}//{DEVICES[self.backend]}/"
         formed = in_thread(lambda: self._form(prefix), RuntimeError)
         try:
@@ -197,9 +207,9 @@ class SglangGroup(WeightGroup):
             while not (formed.done() and self._reply.done()):
                 if time.monotonic() > end:
                     raise CallError(f"its workers did not join within {self._wait:g} s")
-                for one in (self._reply, formed):
-                    if one.done():
-                        one.result()  # raises the reason
+                for future in (self._reply, formed):
+                    if future.done():
+                        future.result()  # raises the reason
                 time.sleep(TICK_SECONDS)
             self._reply.result()
             self._open()
@@ -213,7 +223,7 @@ class SglangGroup(WeightGroup):
     def _open(self) -> None:
         try:
             self._call("/begin_weight_update", {"selector": "all"})
-        except RefusedError:  # one that has failed is still open; a whole load repairs what it has left
+        except RefusedError:  # a failed update is still open; the next whole load overwrites its weights
             self._call("/end_weight_update", {})
             self._call("/begin_weight_update", {"selector": "all"})
 
@@ -265,16 +275,17 @@ class SglangGroup(WeightGroup):
         return super().result(seconds)
 
     def _await_loaded(self, end: float) -> None:
-        """Its workers say nothing in the store; the end of the update is for all of them."""
+        """Do nothing: SGLang's workers set no keys in the store, and the end request covers all of them."""
 
     def close(self) -> None:
         """See `WeightGroup.close`."""
         super().close()
-        if self._name:  # its workers wait in a broadcast, which ends when this side has gone
+        if self._name:  # in a thread: workers may wait in a broadcast, which ends only when this side is gone
             in_thread(self._leave)
 
     def _leave(self) -> None:
-        name, self._name = self._name, ""
+        name = self._name
+        self._name = ""
         with suppress(CallError):
             self._call("/destroy_weights_update_group", {"group_name": name})
 
@@ -282,10 +293,10 @@ class SglangGroup(WeightGroup):
         return call(self.url, path, body, seconds=seconds or self._wait)
 
     def _ask(self, path: str, body: dict[str, Any]) -> Future[Any]:
-        """The reply that will come, at the latest when no bucket waits for it any more."""
+        """Start a call in a thread; its deadline is later than that of the bucket that waits for it."""
         return in_thread(lambda: self._call(path, body, 2 * self._wait))
 
 
 def _ordered(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Wide types first: tensors of a bucket lie without gaps, and each must begin at a multiple of its type."""
+    """Sort tensors by descending element size: a bucket has no gaps, and each tensor must be aligned to its dtype."""
     return sorted(tensors, key=lambda pair: -pair[1].element_size())

@@ -1,5 +1,5 @@
-"""vLLM 0.32 with the worker extension of ``deploy/vllm/``: tokens in and out, weights or adapters from a disk,
-or weights by broadcast."""
+"""Client of vLLM 0.32 with the worker extension of ``deploy/vllm/``: token requests, and weights or adapters from a
+disk, or weights by broadcast."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ from glm46.tasks.rl.rollout.records import Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _EXTENSION_REVISION = 8
-"""REVISION of deploy/vllm/glm_ext.py."""
+"""Required REVISION of deploy/vllm/glm_ext.py."""
 
 _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"
 
@@ -27,7 +27,9 @@ _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)
 class VllmServer(InferenceServer):
     """See `InferenceServer`."""
 
-    _health, _path, _forgotten = "/health", "/inference/v1/generate", "NotFoundError"
+    _health = "/health"
+    _path = "/inference/v1/generate"
+    _forgotten = "NotFoundError"
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
@@ -55,7 +57,8 @@ class VllmServer(InferenceServer):
                 )
             self._extension("glm46_record_routes")
         self._facts = facts
-        self.dtype, self.context = facts["dtype"], models["data"][0]["max_model_len"]
+        self.dtype = facts["dtype"]
+        self.context = models["data"][0]["max_model_len"]
 
     def _generated(
         self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
@@ -64,22 +67,25 @@ class VllmServer(InferenceServer):
             "max_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
             "seed": request.seed % 2**63,
-            "logprobs": 0,  # of the generated token
+            "logprobs": 0,  # only of the generated token
             "stop_token_ids": sorted(rules.stop),
-            "ignore_eos": True,  # only `stop` ends a completion, not what the folder's generation_config.json says
+            "ignore_eos": True,  # only `stop` ends a completion, not the folder's generation_config.json
             "detokenize": False,
             **({"logit_bias": bias} if bias else {}),
         }
         body = {"request_id": name, "token_ids": request.prompt, "cache_salt": salt, "sampling_params": sampling}
         choice = self._ask(body, seconds)["choices"][0]
-        tokens, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
+        tokens = choice["token_ids"]
+        entries = (choice["logprobs"] or {}).get("content") or []
         if [entry["token_id"] for entry in entries] != tokens:
             raise CallError("log-probabilities of other tokens")
         spans = [VersionSpan(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
-        encoded, routes = choice.get("routed_experts"), None
-        skipped = self._facts["dense_layers"]  # in vLLM's own routes, whose rows of dense layers are 0
+        encoded = choice.get("routed_experts")
+        routes = None
+        skipped = self._facts["dense_layers"]  # vLLM's own routes have zero rows for dense layers
         if rules.routes and encoded is None:
-            encoded, skipped = self._extension("glm46_take_routes", f"generate-tokens-{name}")["routes"], 0
+            encoded = self._extension("glm46_take_routes", f"generate-tokens-{name}")["routes"]
+            skipped = 0
         if encoded is not None:
             routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)[:, skipped:]
         return tokens, [entry["logprob"] for entry in entries], choice["finish_reason"], spans, routes
@@ -90,8 +96,8 @@ class VllmServer(InferenceServer):
         call(self.url, "/abort_requests", {"request_ids": ids}, seconds=QUICK_SECONDS)
 
     def load(self, folder: Path, version: int, seconds: float) -> None:
-        """See `InferenceServer.load`. After a failed load the server stays paused: the next forward would end it, or
-        sample from weights that are neither old nor new, while /health says 200."""
+        """See `InferenceServer.load`. After a failed load the server stays paused: the next forward could crash, or use
+        a mix of old and new weights, while /health still returns 200."""
         is_adapter = (folder / CONFIG).is_file()
         if is_adapter:
             self._require_room_for_adapter(json.loads((folder / CONFIG).read_text()))
@@ -102,12 +108,14 @@ class VllmServer(InferenceServer):
             self._unload_adapters("/v1/unload_lora_adapter")
             self._adapter = {"model": f"{ADAPTER}{version}"}
             body = {"lora_name": self._adapter["model"], "lora_path": path}
-            exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in words
+            exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in plain text
         else:
             try:
                 loaded = self._extension("glm46_load", path, seconds=seconds)
             except CallError:
-                loaded = self._extension("glm46_load", path, seconds=seconds)  # a whole load repairs it
+                loaded = self._extension(
+                    "glm46_load", path, seconds=seconds
+                )  # loading all weights again repairs a partial load
         self._resume(loaded, version)
 
     def join(self, version: int, seconds: float) -> WeightGroup:
@@ -127,7 +135,7 @@ class VllmServer(InferenceServer):
         self._resume(group.result(seconds), version)
 
     def _pause(self) -> None:
-        call(self.url, "/abort_requests", {}, seconds=QUICK_SECONDS)  # of a run that was killed
+        call(self.url, "/abort_requests", {}, seconds=QUICK_SECONDS)  # requests of a killed run
         call(self.url, "/pause?mode=keep", {}, seconds=QUICK_SECONDS)  # drops the caches too
 
     def _resume(self, loaded: Any, version: int) -> None:
@@ -138,7 +146,8 @@ class VllmServer(InferenceServer):
 
     def _require_room_for_adapter(self, config: dict[str, Any]) -> None:
         """Compare an adapter_config.json with the options of the server."""
-        key, rank = f"rollout.send_adapters: {self.url}", config["r"]
+        key = f"rollout.send_adapters: {self.url}"
+        rank = config["r"]
         if self._facts["lora_rank"] < rank:
             raise UserError(
                 f"{key}: takes adapters up to rank {self._facts['lora_rank']}, these have {rank}; start it with "
@@ -151,21 +160,21 @@ class VllmServer(InferenceServer):
                 "rollout.send_adapters"
             )
 
-    def _of_prompt(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "detokenize": False}
+    def _score_prompt(self, tokens: list[int], seconds: float) -> list[float]:
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         places = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)["prompt_logprobs"][1:]
-        return [{int(token): float(of["logprob"]) for token, of in place.items()} for place in places]
+        return [float(place[str(token)]["logprob"]) for token, place in zip(tokens[1:], places, strict=True)]
 
     def _extension(self, method: str, *arguments: str, seconds: float = QUICK_SECONDS) -> Any:
-        """The result of a method of the extension, equal on all workers."""
+        """Call a method of the extension and return its result, which is equal on all workers."""
         try:
             reply = call(self.url, "/collective_rpc", {"method": method, "args": arguments}, seconds=seconds)
-        except RefusedError as error:  # no fault of a request for tokens
+        except RefusedError as error:  # RefusedError is only for requests for tokens
             raise StatusError(str(error)) from None
         with known_form(f"/collective_rpc {method}: unknown reply"):
             results = reply["results"]
-            failed = [one["failed"] for one in results if one and "failed" in one]
-            found = next((one for one in results if one and one != {"routes": None}), results[0])
+            failed = [entry["failed"] for entry in results if entry and "failed" in entry]
+            result = next((entry for entry in results if entry and entry != {"routes": None}), results[0])
         if failed:
             raise CallError(f"{method} failed: {failed[0]}")
-        return found
+        return result

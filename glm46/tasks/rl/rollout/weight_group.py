@@ -1,10 +1,10 @@
-"""Weights that rank 0 broadcasts to the workers of inference servers, in buckets, over one process group for each
-server and update: gloo, or NCCL between GPUs. The other side is ``deploy/vllm/glm_weights.py``; SGLang's own is met by
-`SglangGroup`.
+"""Broadcasts weights from rank 0 to the workers of inference servers, in buckets, over one process group per server and
+update: gloo, or NCCL between GPUs. The receiver for vLLM is ``deploy/vllm/glm_weights.py``; SGLang has its own, for
+which `SglangGroup` is the sender.
 
-Group and store are new for each update and end with it, on both sides, so that no update meets what is left of another.
-Each side waits only while the other takes part: rank 0 looks at the server's reply and at what its workers say in the
-store, the workers look whether the store is still there.
+Group and store are created for each update and closed after it, on both sides, so that updates share no state. Each
+side waits only while the other takes part: rank 0 watches the server's reply and the keys that workers set in the
+store, the workers watch whether the store still exists.
 """
 
 import json
@@ -28,13 +28,13 @@ from glm46.compute.distributed.environment import temporary_variable
 from glm46.tasks.rl.rollout.http_calls import CallError, in_thread
 
 BUCKET_BYTES = 256 << 20
-"""Of tensors that are sent at once; a larger tensor is a bucket of its own."""
+"""Maximum bytes of tensors that are sent together; a larger tensor is a bucket of its own."""
 _LONGEST_WAIT = 60.0
-"""Seconds for a server to join, and to take one bucket: less than the timeout of the job's own process group, whose
-other ranks wait meanwhile. A server waits longer, for the other servers to join."""
+"""Seconds for a server to join, and to receive one bucket: less than the timeout of the job's own process group, in
+which other ranks wait meanwhile. A server waits `_OF_SERVER` times longer, until the other servers have joined."""
 _OF_SERVER = 4
 _FOR_A_REASON = 5.0
-"""Seconds between what a server replies and what its workers do, whichever comes first."""
+"""Seconds to wait for the other of two signs of a failure: the server's reply and the state of its workers."""
 _ALIGNED = 16
 TICK_SECONDS = 0.002
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
@@ -42,30 +42,37 @@ _Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"  # the secon
 
 
 class WeightGroup:
-    """Rank 0 of the job and the workers of one server, for one update. All waits are bounded."""
+    """Process group of rank 0 and the workers of one server, for one update. All waits are bounded."""
 
     def __init__(self, url: str, workers: int, backend: str, seconds: float):
         """
         Args:
-            url: of the server; the group meets at the address of this machine that the server is reached from.
-            workers: of the server.
-            seconds: for its whole update.
+            url: URL of the server. The group meets at the address from which this machine reaches it.
+            workers: number of workers of the server.
+            seconds: time for the whole update of the server.
 
         Raises:
             CallError: the server does not answer, or the store does not start in time.
         """
-        self.url, parts = url, urlsplit(url)
-        self._wait, self.backend, self._workers = min(seconds, _LONGEST_WAIT), backend, workers
+        self.url = url
+        parts = urlsplit(url)
+        self._wait = min(seconds, _LONGEST_WAIT)
+        self.backend = backend
+        self._workers = workers
         try:
             with socket.create_connection((parts.hostname, parts.port or 80), timeout=self._wait) as reached:
-                address, family = reached.getsockname()[0], reached.family
+                address = reached.getsockname()[0]
+                family = reached.family
             listener = socket.create_server((address, 0), family=family)
-            port, update = listener.getsockname()[1], secrets.token_hex(8)  # a later update may get this port
-            timeout, descriptor = timedelta(seconds=self._wait), listener.detach()
+            # a later update may get the same port, so that `update` tells their keys apart
+            port = listener.getsockname()[1]
+            update = secrets.token_hex(8)
+            timeout = timedelta(seconds=self._wait)
+            descriptor = listener.detach()
             store = dist.TCPStore(
                 address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
             )
-        except (OSError, dist.DistNetworkError) as error:  # the second: this machine is too busy to answer itself
+        except (OSError, dist.DistNetworkError) as error:  # DistNetworkError: this machine is too busy to answer itself
             raise CallError(f"no connection for weights ({error})") from None
         self._at = {"address": address, "port": port, "update": update}
         self._store: dist.Store | None = dist.PrefixStore(update, store)
@@ -73,19 +80,19 @@ class WeightGroup:
         self._group: list[_Group] = []
         self._reply: Future[Any] = Future()
         self.fault: str | None = None
-        """Why it gets nothing any more."""
+        """Why the group failed and receives nothing more; None if it works."""
 
     def join(self, version: int, load: Callable[[str], Any]) -> None:
-        """Meet the workers.
+        """Invite the workers and form the group.
 
         Args:
             load: sends an invitation to the server and returns its reply, which comes when all workers have loaded.
 
         Raises:
-            CallError: of `load`, or the workers do not come.
+            CallError: `load` failed, or the workers did not join.
         """
-        said = {**self._at, "size": 1 + self._workers, "seconds": _OF_SERVER * self._wait, "backend": self.backend}
-        invitation = json.dumps(said | {"version": version})
+        settings = {**self._at, "size": 1 + self._workers, "seconds": _OF_SERVER * self._wait, "backend": self.backend}
+        invitation = json.dumps(settings | {"version": version})
         self._reply = in_thread(lambda: load(invitation))
         try:
             self._await_workers()
@@ -96,7 +103,8 @@ class WeightGroup:
             raise
 
     def _await_workers(self) -> None:
-        end, names = time.monotonic() + self._wait, [f"worker {number}" for number in range(self._workers)]
+        end = time.monotonic() + self._wait
+        names = [f"worker {number}" for number in range(self._workers)]
         while not self._has(*names):
             if self._reply.done():
                 raise CallError(f"loaded without the trainer: {self._reply.result()}")
@@ -109,20 +117,21 @@ class WeightGroup:
         except RuntimeError as error:
             self._fail(first_sentence(error))
         else:
-            first, began = torch.zeros(1, dtype=torch.uint8, device=DEVICES[self.backend]), time.monotonic()
+            first = torch.zeros(1, dtype=torch.uint8, device=DEVICES[self.backend])
+            began = time.monotonic()
             self.end(self._begin_first(first), began)
 
     def _form(self, prefix: str) -> None:
-        """Make the process group, whose keys in the store begin with `prefix`."""
+        """Create the process group, whose keys in the store begin with `prefix`."""
         wait = timedelta(seconds=self._wait)
-        # Of its own: a group that still ends may not keep the store of the workers open.
+        # A separate client: a group that is still closing must not keep the store of the workers open.
         store = dist.TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
         group = _join(dist.PrefixStore(prefix, store), 1 + self._workers, self.backend, wait)
         if self._store is not None:  # closed meanwhile
             self._group = [group]
 
     def _begin_first(self, values: Tensor) -> dist.Work | None:
-        """Broadcast, from a thread: NCCL makes its communicator then, and waits for all workers in C."""
+        """Start the first broadcast in a thread: NCCL creates its communicator and blocks until all workers join."""
         try:
             return in_thread(lambda: self.begin(values), RuntimeError).result(self._wait)
         except FutureTimeoutError:
@@ -134,20 +143,20 @@ class WeightGroup:
             return None
 
     def announce(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Tell the server of a bucket before it comes. Here the bucket itself says what it holds."""
+        """Announce a bucket to the server. Nothing to do here: the bucket describes its own content."""
 
     def confirm(self) -> None:
-        """Wait until the server has loaded a bucket. Here it says so behind the last one."""
+        """Wait until the server has loaded a bucket. Nothing to do here: the server replies after the last one."""
 
     def bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """The broadcasts of tensors; of none, at the end."""
+        """Return the values to broadcast for a bucket of tensors, or for the end if there are none."""
         if not tensors:
             return [torch.zeros(2, dtype=torch.int64, device=DEVICES[self.backend])]
         text, block = _block(tensors, DEVICES[self.backend])
         return [torch.tensor([text, len(block)], device=block.device), block]
 
     def begin(self, values: Tensor) -> dist.Work | None:
-        """Broadcast without a wait; None after a fault."""
+        """Start a broadcast without waiting; return None after a failure."""
         try:
             return None if self.fault else self._group[0].broadcast(values, 0)  # type: ignore[union-attr]  # stubs lack it
         except RuntimeError as error:
@@ -155,7 +164,7 @@ class WeightGroup:
             return None
 
     def end(self, work: dist.Work | None, began: float) -> None:
-        """Wait for a broadcast that began at a time of `time.monotonic`, as long as its workers take part."""
+        """Wait for a broadcast while its workers take part; ``began`` is its start by `time.monotonic`."""
         end = began + self._wait
         while work is not None and not work.is_completed():
             now = time.monotonic()
@@ -173,22 +182,23 @@ class WeightGroup:
             self._fail(first_sentence(error))
 
     def _has(self, *keys: str) -> bool:
-        """True if workers have set all these keys and the store is open: no frame of a kept traceback may hold it."""
+        """Return True if the store is open and workers have set all these keys. Callers hold no reference to the store:
+        a kept traceback would keep it open."""
         return self._store is not None and self._store.check(list(keys))
 
-    def _fail(self, said: str) -> None:
-        self.fault = self.fault or f"the broadcast of the weights failed ({said})"
+    def _fail(self, reason: str) -> None:
+        self.fault = self.fault or f"the broadcast of the weights failed ({reason})"
         self.close()
 
     def result(self, seconds: float) -> Any:
-        """The server's reply, after the last bucket.
+        """Return the server's reply after the last bucket.
 
         Raises:
-            CallError: it failed, or did not come.
+            CallError: the update failed, or no reply came in time.
         """
         end = time.monotonic() + seconds
         try:
-            found = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
+            reply = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
             self._await_loaded(end)
         except FutureTimeoutError:  # not the builtin one before Python 3.11
             raise CallError(self.fault or f"it did not load the weights within {seconds:g} s") from None
@@ -198,10 +208,10 @@ class WeightGroup:
             self.close()
         if self.fault is not None:
             raise CallError(self.fault)
-        return found
+        return reply
 
     def _await_loaded(self, end: float) -> None:
-        """Wait until all workers say that they have loaded: vLLM answers for its first replica alone."""
+        """Wait until all workers report that they have loaded: vLLM's reply covers only its first replica."""
         while self._store is not None and not self._has(*(f"done {n}" for n in range(self._workers))):
             if self._has("left"):
                 raise CallError("a worker has not loaded the weights; the server's log says why")
@@ -210,44 +220,46 @@ class WeightGroup:
             time.sleep(TICK_SECONDS)
 
     def close(self) -> None:
-        """End the update, for the workers too: they see that the store has gone. Does nothing the second time."""
+        """End the update, also for the workers, who see that the store is gone. Does nothing if already closed."""
         self._store = None
         if self._group:
-            # NCCL's abort may wait for a communicator that is still made; gloo ends by the timeout of its broadcast.
+            # In a thread: NCCL's abort may wait for a communicator under construction. Gloo ends by its timeout.
             threading.Thread(target=lambda held: held.pop().abort(), args=(self._group,), daemon=True).start()
             self._group = []
 
 
 def first_sentence(error: RuntimeError) -> str:
-    """The message of gloo, without the place in its source."""
+    """Return the first sentence of an error of gloo, without its source location."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
 
 
 def _join(store: dist.Store, size: int, backend: str, wait: timedelta) -> _Group:
-    """A process group in which this process is rank 0; the others are workers of a server, not ranks of this job."""
+    """Create a process group of this process, as rank 0, and the workers of a server, which are no ranks of the job."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, 0, size, wait)
-    # Otherwise NCCL's watchdog ends this process when a server is lost, instead of the wait for the broadcast.
+    # Otherwise NCCL's watchdog ends this process when a server is lost, instead of only the wait for the broadcast.
     with temporary_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, 0, size, wait)  # type: ignore[arg-type]  # stubs lack this overload
 
 
 class WeightSender:
-    """Sends tensors to several groups at once. A group that fails gets no more, and the others go on."""
+    """Sends tensors to several groups at once. A group that fails receives no more; the others continue."""
 
     def __init__(self, groups: Sequence[WeightGroup]):
-        """``groups`` are of one kind and backend."""
-        self._groups, self._tensors, self._nbytes = groups, list[tuple[str, Tensor]](), 0
+        """``groups`` must have the same class and backend."""
+        self._groups = groups
+        self._tensors = list[tuple[str, Tensor]]()
+        self._nbytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Send a tensor of a name, perhaps with the next ones."""
+        """Add a tensor to the current bucket; a full bucket is sent first."""
         if self._tensors and self._nbytes + tensor.nbytes > BUCKET_BYTES:
             self._flush()
         self._tensors.append((name, tensor))
         self._nbytes += tensor.nbytes
 
     def end(self) -> None:
-        """Send what is left, and that it was the last."""
+        """Send the last bucket, and an empty one that marks the end."""
         if self._tensors:
             self._flush()
         self._flush()
@@ -263,13 +275,15 @@ class WeightSender:
                     group.end(work, began)
             for group in self._groups:
                 group.confirm()
-        self._tensors, self._nbytes = [], 0
+        self._tensors = []
+        self._nbytes = 0
 
 
 def _block(tensors: Sequence[tuple[str, Tensor]], device: str) -> tuple[int, Tensor]:
-    """A bucket, and the length of its text: the text with name, dtype, shape, start and end of each tensor, the
-    tensors, and a checksum."""
-    rows, at = list[tuple[str, str, list[int], int, int]](), 0
+    """Return the length of a bucket's text and the bucket: text with name, dtype, shape, start and end of each tensor,
+    then the tensors, then a checksum."""
+    rows = list[tuple[str, str, list[int], int, int]]()
+    at = 0
     for name, tensor in tensors:
         rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, at + tensor.nbytes))
         at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
@@ -279,7 +293,7 @@ def _block(tensors: Sequence[tuple[str, Tensor]], device: str) -> tuple[int, Ten
     block[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for (_, tensor), (*_, start, end) in zip(tensors, rows, strict=True):
         block[len(text) + start : len(text) + end].view(tensor.dtype).copy_(tensor.reshape(-1))
-    words = block[:-8].view(torch.int64)  # times odd numbers: two in each other's place change the sum
+    words = block[:-8].view(torch.int64)  # weighted by odd numbers, so that swapped words change the sum
     total = (words * torch.arange(1, 2 * len(words), 2, device=device)).sum(0, keepdim=True)
     block[-8:] = total.view(torch.uint8)
     return len(text), block

@@ -32,7 +32,6 @@ def of_peft(adapter: AdapterConfig, reference):
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
-        use_rslora=adapter.rank_stabilized,
         use_dora=adapter.name == "dora",
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if "attention" in adapter.targets else [],
         target_parameters=[name for target in adapter.targets for name in parameters.get(target, [])],
@@ -88,7 +87,7 @@ def copy_to_peft(reference, model) -> None:
 )
 def test_adapters_equal_pefts(name, targets, tiny, random_batch, relative_error):
     """Those that PEFT can have: DoRA of attention alone."""
-    adapter = AdapterConfig(name=name, rank=RANK, alpha=6.0, targets=targets, rank_stabilized=len(targets) > 1)
+    adapter = AdapterConfig(name=name, rank=RANK, alpha=6.0, targets=targets)
     model, batch = tiny, random_batch(tiny.shape)
     reference = of_peft(adapter, reference_of(model)[0])
     add_adapters(model, adapter)

@@ -281,19 +281,3 @@ def test_bf16_logits_have_one_fp32_tensor_beside_them(form):
     # a CPU makes it, and at the end in BF16, and times that of the loss.
     logits = chunk * vocabulary * (1 + 4 if form is FORMS["with entropy"] else 2 + 4)
     assert peak < logits + vocabulary * width * (4 + 2 + 2 + 2) + 4 * 40 * tokens
-
-
-def test_several_labels_of_a_position_have_the_gradients_of_each_alone(relative_error):
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(2, 6, 12, generator=generator).requires_grad_()
-    weight = torch.randn(50, 12, generator=generator).requires_grad_()
-    labels = torch.randint(50, (2, 4, 6), generator=generator)
-    labels[:, 1], labels[0, :, 2] = labels[:, 0], IGNORE  # the target may be one of the teacher's tokens
-    factors = torch.randn(2, 4, 6, generator=generator)
-    found = token_logprobs(hidden, weight, labels, None, 5)
-    alone = [token_logprobs(hidden, weight, labels[:, k], None, 5).logprobs for k in range(4)]
-    assert torch.equal(found.logprobs, torch.stack(alone, 1))
-    assert torch.equal(found.predictions, summed_loss(hidden, weight, labels[:, 0]).predictions)
-    ours = torch.autograd.grad((factors * found.logprobs).sum(), (hidden, weight))
-    theirs = torch.autograd.grad((factors * torch.stack(alone, 1)).sum(), (hidden, weight))
-    assert all(relative_error(a, b) < 1e-6 for a, b in zip(ours, theirs, strict=True))

@@ -185,11 +185,11 @@ def test_dispatch_experts_combine_equal_a_loop_with_all_gradients(case, multiple
     x, weights = torch.randn(13, 48, requires_grad=True), torch.rand(choice.shape, requires_grad=True)
     dispatcher = LocalDispatcher()
     dispatcher.multiple = multiple
-    x_ND, weights_N, offsets, context = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 8))
+    (x_ND, weights_N, offsets), way, _ = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 8))
     assert not (offsets % multiple).any() and offsets[-1] <= len(x_ND)
     y_ND = experts(x_ND, weights_N, offsets)
     behind = torch.full_like(y_ND[offsets[-1] :], torch.nan)  # undefined, so nothing may read it
-    out = dispatcher.combine(torch.cat([y_ND[: offsets[-1]], behind]), context)
+    out = dispatcher.combine(torch.cat([y_ND[: offsets[-1]], behind]), way)
     slow = slow_experts(experts, x, weights, choice)
     grad = torch.randn_like(slow)
     inputs = (x, weights, experts.gate_up, experts.down)
@@ -218,9 +218,8 @@ def test_dispatch_sorts_stably_and_counts_exactly():
     choice = torch.tensor([[2, 0], [0, 1], [2, 3], [1, 0]])
     weights = torch.arange(8.0).view(4, 2)
     x = torch.arange(4.0).unsqueeze(1).expand(4, 5).contiguous()
-    rows, sorted_weights, offsets, _ = LocalDispatcher().arrived(
-        LocalDispatcher().start(x, Routing(weights, choice, None), 5)
-    )
+    dispatcher = LocalDispatcher()
+    (rows, sorted_weights, offsets), _, _ = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 5))
     assert rows[:, 0].tolist() == [0, 1, 3, 1, 3, 0, 2, 2]  # tokens of expert 0, then 1, 2, 3; in token order inside
     assert sorted_weights.tolist() == [1, 2, 7, 3, 6, 0, 4, 5]
     assert offsets.tolist() == [3, 5, 7, 8, 8] and offsets.dtype == torch.int32

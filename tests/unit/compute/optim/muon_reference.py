@@ -20,7 +20,7 @@ def reference_update(
     """
     rows, columns = parameter.shape[-2:]
     momentum.lerp_(gradient, 1.0 - group["momentum"])
-    direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
+    direction = gradient.lerp(momentum, group["momentum"])
     blocks = row_blocks or (rows,)
     for p, u in zip(parameter.reshape(-1, rows, columns), direction.reshape(-1, rows, columns), strict=True):
         for p_block, u_block in zip(p.split(blocks), u.split(blocks), strict=True):

@@ -46,13 +46,12 @@ def plain_newton_schulz(gradient, coefficients, steps, eps):
 
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_equals_torch_in_fp32(monkeypatch, adjust_lr, nesterov):
+def test_equals_torch_in_fp32(monkeypatch, adjust_lr):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", plain_newton_schulz)
     shapes = [(48, 96), (96, 48), (64, 64), (1, 40), (128, 256)]
     mine, gradients = parameters_with_gradients(shapes)
     theirs, start = copy.deepcopy(mine), copy.deepcopy(mine)
-    options = dict(lr=0.01, momentum=0.95, nesterov=nesterov, weight_decay=0.1)
+    options = dict(lr=0.01, momentum=0.95, weight_decay=0.1)
     run_steps(Muon(mine, adjust_lr=adjust_lr, ns_dtype=torch.float32, **options), mine, gradients)
     run_steps(torch.optim.Muon(theirs, adjust_lr_fn=adjust_lr, **options), theirs, gradients)
     for a, b, s in zip(mine, theirs, start, strict=True):
@@ -124,7 +123,7 @@ def test_update_has_the_promised_root_mean_square(shape):
     assert (parameters[0].detach() - start).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.07)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_update_does_not_depend_on_the_scale_of_the_gradient(dtype):
     updates = []
     for scale in (1e-10, 1.0, 1e6):
@@ -144,18 +143,21 @@ def test_zero_gradient_gives_zero_update():
     assert torch.equal(parameters[0].detach(), torch.ones(3, 8, 4))
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_iteration_changes_neither_gradient_nor_momentum(dtype, nesterov):
+def test_iteration_changes_neither_gradient_nor_momentum(dtype):
     parameters, gradients = parameters_with_gradients([(16, 24), (3, 24, 16)], dtype=dtype)
-    optimizer = Muon(parameters, nesterov=nesterov, ns_dtype=dtype)
+    optimizer = Muon(parameters, ns_dtype=dtype)
+    # BF16 is rounded stochastically, by less than one unit in the last place.
+    rounding = 0.0 if dtype == torch.float32 else 2**-7
     expected = [torch.zeros_like(p) for p in gradients[0]]
     for step_gradients in gradients:
         run_steps(optimizer, parameters, [step_gradients])
         for p, g, m in zip(parameters, step_gradients, expected, strict=True):
-            m.lerp_(g, 1 - 0.95)
+            exact = m.float().lerp(g.float(), 1 - 0.95)
             assert torch.equal(p.grad, g)
-            assert torch.equal(optimizer.state[p]["momentum_buffer"], m)
+            momentum = optimizer.state[p]["momentum_buffer"]
+            torch.testing.assert_close(momentum.float(), exact, rtol=rounding, atol=0.0)
+            m.copy_(momentum)
 
 
 def test_scales_of_the_update():

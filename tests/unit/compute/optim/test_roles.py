@@ -59,23 +59,8 @@ def test_only_the_fused_gate_and_up_is_split():
     assert split == {"layers.17.mlp.experts.gate_up", "mtp.0.block.mlp.experts.gate_up"}
 
 
-def test_switches_move_router_and_head_and_nothing_else():
-    plain = assign_roles(list(EXPECTED), OptimizerConfig())
-    moved = assign_roles(list(EXPECTED), OptimizerConfig(router="adamw", lm_head="muon"))
-    changed = {
-        name: after.optimizer
-        for name, before, after in zip(EXPECTED, plain, moved, strict=True)
-        if before.optimizer != after.optimizer
-    }
-    assert changed == {
-        "layers.17.mlp.router.weight": "adamw",
-        "mtp.0.block.mlp.router.weight": "adamw",
-        "lm_head.weight": "muon",
-    }
-
-
 def test_adamw_takes_everything_with_the_same_decay():
-    roles = assign_roles(list(EXPECTED), OptimizerConfig(name="AdamW", lm_head="muon"))
+    roles = assign_roles(list(EXPECTED), OptimizerConfig(name="AdamW"))
     assert {role.optimizer for role in roles} == {"adamw"}
     assert [role.decay for role in roles] == [decay for _, decay in EXPECTED.values()]
 

@@ -88,7 +88,7 @@ def main() -> None:
     )
     whole = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
     kernels = experts_kernels(FLOAT8)
-    forms = [form for of_backward in (False, True) for form in kernels.forms(weight, of_backward)]
+    forms = [form for for_backward in (False, True) for form in kernels.forms(weight, for_backward)]
     for other in (
         lambda x, weight: whole(x, weight.transpose(1, 2), OFFSETS, pad_token_groups_for_grouped_mm=False),
         lambda x, weight: product(x, weight, OFFSETS, *forms),

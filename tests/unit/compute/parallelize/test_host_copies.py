@@ -18,7 +18,7 @@ def layers_of(copies: HostCopies, count: int) -> list[tuple]:
 
 def where(layers: list[tuple]) -> list[bool]:
     """Whether the tensors of each layer are on the device."""
-    here = [{copied.here is not None for copied in both} for _, both in layers]
+    here = [{copied.on_device is not None for copied in both} for _, both in layers]
     assert all(len(each) == 1 for each in here)  # all of a layer, or none
     return [each.pop() for each in here]
 

@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.engine.evaluation import results
-from glm46.engine.evaluation.answers import EvaluationPrompt, Keys, has_ended, text_of
-from glm46.engine.evaluation.standard import FOLDER, find_tasks
+from glm46.engine.evaluation.answers import EvaluationPrompt, has_ended, text_of
+from glm46.engine.evaluation.standard import find_tasks
 from glm46.engine.inference.sampling import Sampling
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from tests.small_run import small_config
 
 pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
-NAMES = ["glm46_next_line", "glm46_documentation", "glm46_rest_of_line"]
+NAMES = ["next_line", "documentation", "rest_of_line"]
+FOLDER = Path(__file__).parents[3] / "lm_eval_tasks"
+OUR_TASKS = ["--task-folder", str(FOLDER), "--tasks", ",".join(NAMES)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def of_hf(exported: str) -> tuple[dict, dict]:
 
     model = HFLM(pretrained=exported, device="cpu", dtype="float32", batch_size=8)
     manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
-    found = simple_evaluate(model=model, tasks=NAMES, task_manager=manager, limit=12)
+    found = simple_evaluate(model=model, tasks=NAMES, task_manager=manager)
     answers = {
         (task, one["doc_id"], number): answer
         for task, of_task in found["samples"].items()
@@ -69,7 +71,7 @@ def test_numbers_are_those_of_the_hf_backend(exported, tmp_path, monkeypatch, ca
             return found
 
         monkeypatch.setattr(lm_eval_model.LmEvalModel, name, record)
-    found = evaluate(exported, tmp_path, "--tasks", ",".join(NAMES), "--limit", "12")["results"]["standard"]
+    found = evaluate(exported, tmp_path, *OUR_TASKS)["results"]["standard"]
     wanted, answers = of_hf(exported)
     assert answered.keys() == answers.keys() and len(answers) == 12 * (4 + 1 + 1)
     for key, (theirs,) in answers.items():
@@ -81,7 +83,7 @@ def test_numbers_are_those_of_the_hf_backend(exported, tmp_path, monkeypatch, ca
     for one in found["figures"]:
         assert one["value"] == pytest.approx(wanted[one["task"]][f"{one['metric']},{one['filter']}"], rel=1e-5)
     assert {one["task"] for one in found["figures"]} == set(NAMES)
-    assert "glm46_next_line" in capsys.readouterr().out
+    assert "next_line" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +188,7 @@ def test_chats_and_texts_are_those_of_the_hf_backend(marking, recorded, tmp_path
     ("<think>a.\n\nb</think>\nc.\n\nd", True, ["\n\n"], "c."),
     ("<think>a.\n\nb", True, ["\n\n"], ""),
     ("<think>a</think>\nb</think> c", True, [], "c"),
+    ("\nc.\n\nd", True, ["\n\n"], "c."),
     ("a.\n\nb</think>c", False, ["\n\n"], "a."),
     ("a<|user|>b", False, [], "ab"),
 ])  # fmt: skip
@@ -195,25 +198,24 @@ def test_stop_strings_and_thoughts(tokenizer, tokens, thinks, until, text):
     ids = tokenizer.encode_with_special(tokens).tolist()
     prompt = EvaluationPrompt((1,), 9, tuple(until), Sampling(0.0), 0, thinks)
     assert text_of(tokenizer, ids, prompt) == text
-    assert has_ended(tokenizer, ids, prompt) is (until != [] and (not thinks or "</think>" in tokens))
+    assert has_ended(tokenizer, ids, prompt) is (until != [] and (not thinks or tokens != "<think>a.\n\nb"))
     if text and "<|" not in tokens:
         assert postprocess_generated_text(tokens, until, "</think>" if thinks else None) == text
 
 
 @pytest.mark.slow
 def test_a_second_call_computes_only_what_is_missing(exported, tmp_path, monkeypatch):
-    tasks = ["--tasks", ",".join(NAMES)]
-    first = evaluate(exported, tmp_path, *tasks, "--limit", "3")
+    first = evaluate(exported, tmp_path, *OUR_TASKS, "--limit", "3")
     added = []
     real = results.Results.add
     monkeypatch.setattr(results.Results, "add", lambda self, key, row: (added.append(key), real(self, key, row)))
-    assert evaluate(exported, tmp_path, *tasks, "--limit", "3") == first and not added
-    evaluate(exported, tmp_path, "--tasks", "glm46_next_line,glm46_rest_of_line", "--limit", "4")
+    assert evaluate(exported, tmp_path, *OUR_TASKS, "--limit", "3") == first and not added
+    evaluate(exported, tmp_path, *OUR_TASKS[:2], "--tasks", "next_line,rest_of_line", "--limit", "4")
     assert sorted(key.partition("/")[0] for key in added) == ["score"] * 4 + ["text"]
 
 
 def write_task(folder: Path, name: str, **keys: str) -> Path:
-    lines = (FOLDER / "next_line.yaml").read_text().replace("task: glm46_next_line", f"task: {name}")
+    lines = (FOLDER / "next_line.yaml").read_text().replace("task: next_line", f"task: {name}")
     (folder / "local_data.py").write_text((FOLDER / "local_data.py").read_text())
     (folder / "next_line.jsonl").write_text((FOLDER / "next_line.jsonl").read_text())
     file = folder / f"{name}.yaml"
@@ -278,23 +280,23 @@ def test_bad_generation_kwargs(tokenizer, kwargs, said):
 
     request = Instance("generate_until", {}, ("a", kwargs), 0, metadata=("mine", 0, 1))
     with pytest.raises(UserError, match=f"--tasks mine: generation_kwargs.*{said}"):
-        LmEvalModel(None, tokenizer, 512, Keys()).generate_until([request])
+        LmEvalModel(None, tokenizer, 512).generate_until([request])
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tasks", "glm46_nextline"], ("glm46_nextline", "did you mean glm46_next_line?")),
+        ([*OUR_TASKS[:2], "--tasks", "nextline"], ("nextline", "did you mean next_line?")),
         (["--tasks", "/nowhere/task.yaml"], ("/nowhere/task.yaml: no such file",)),
         (["--tasks", "mine", "--task-folder", "/nowhere"], ("--task-folder /nowhere: no such folder",)),
         (["--tasks", "broken.yaml"], ("broken.yaml", "cannot be loaded")),
         (["--tasks", "long.yaml"], ("long", "2000 tokens", "512 positions", "lower")),
         (["--tasks", "loss", "--data", "x", "--fewshot", "2"], ("--fewshot", "tasks of lm-eval")),
         (["--tasks", "loss", "--data", "x", "--apply-chat-template"], ("--apply-chat-template", "tasks of lm-eval")),
-        (["--tasks", "glm46_rest_of_line", "--thinking"], ("--thinking", "add", "--apply-chat-template")),
+        (["--tasks", "gsm8k", "--thinking"], ("--thinking", "add", "--apply-chat-template")),
         (
-            ["--tasks", "glm46_next_line", "--apply-chat-template", "--thinking"],
-            ("glm46_next_line", "leave --thinking out"),
+            [*OUR_TASKS[:2], "--tasks", "next_line", "--apply-chat-template", "--thinking"],
+            ("next_line", "leave --thinking out"),
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Generation with a cache, in batches, with drafts and by the command line, against generation without a cache."""
 
+import base64
 import io
 import sys
 
@@ -509,14 +510,37 @@ def test_a_row_ends_at_a_stop_token(folders, capsys):
     (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 token", "2048 positions"]),
     (["--stop-token", "two tokens"], ["--stop-token 'two tokens'", "give a text that is one"]),
     (["--device", "nonsense"], ["--device nonsense: unknown device; use cpu"]),
-    (["--device", "meta"], ["--device meta: glm46 runs on"]),
-    (["--device", "cuda:99"], ["--device cuda:99: torch finds"]),
+    (["--device", "meta"], ["--device meta: unknown device"]),
+    (["--device", "cuda:99"], ["--device cuda:99: this machine has"]),
     (["--prompt", "x" * 20_000], ["positions (max_position_embeddings)"]),
 ])  # fmt: skip
 def test_mistakes_are_named_with_exit_code_2(arguments, words, folders, capsys):
     assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words)
+
+
+def test_a_tokenizer_of_another_text_is_warned_of_once(folders, tmp_path, capsys):
+    other = tmp_path / "other.tiktoken"
+    other.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {255 - byte}\n" for byte in range(256)))
+    for folder, option in ((folders[1], "--model"), (folders[0], "--checkpoint")):
+        command = ["generate", option, str(folder), "--prompt", "x", "--max-new-tokens", "1"]
+        assert main([*command, "--tokenizer", str(other)]) == 0
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+        assert len(warnings) == 1 and warnings[0].startswith(f"warning: --tokenizer {other}: is not the tokenizer")
+        assert main([*command, "--tokenizer", "builtin"]) == 0
+        assert "warning" not in capsys.readouterr().err
+
+
+def test_processes_without_a_prompt_are_told(folders, monkeypatch, capsys):
+    monkeypatch.setattr("glm46.commands.generate.start_ranks", lambda *_: 0)
+    command = ["generate", "--model", str(folders[1]), "--prompt", "x", "--max-new-tokens", "1"]
+    assert main([*command, "--nproc", "3"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("3 processes hold 3 copies of the model, for 1 prompt: 2 of them have nothing to do; ")
+    assert main([*command, "--nproc", "2", "--tensor-parallel-degree", "2"]) == 0
+    assert main([*command, "--prompt", "y", "--nproc", "2"]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ UNTIL = 1900
 PATIENCE = {"PhaseTooLong": 4800}
 """Second at which most faults begin."""
 RUN = '{job="glm46", run="r", instance="n:9400"}'
+UP = 'up{job="glm46", instance="n:9400"}'
 GPU = '{job="dcgm", gpu="3", Hostname="n7", instance="n7:9400"}'
 NODE = '{job="node", instance="n7:9100"}'
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (prometheus)")
@@ -78,12 +79,28 @@ def spike(height: float) -> Values:
     return lambda second: noisy_loss(second) + height * (second >= 900)
 
 
+def ends_as_intended(second: int) -> float | str:
+    """Value of the phase ``stop`` of a run that ends at the fault."""
+    if second >= FAULT:
+        return "stale"
+    return float(second == FAULT - EVERY_SECONDS)
+
+
 TRAINS = {"training_phase__phase_train": always(1)}
 STOPS_AT_600 = {"training_last_step_timestamp_seconds": lambda second: min(second, FAULT)}
 LATE = {"training_step": always(1000)}
 
 CASES = [
-    Case("TrainingDown", FAULT + 50, {f"up{RUN}": step(1, 0)}),
+    Case(
+        "TrainingDown",
+        FAULT + 120,
+        of_run(training_phase__phase_stop=step(0, "stale")) | {UP: step(1, 0)},
+        text="r: no answer from n:9400; the run has crashed or its node is gone",
+    ),
+    Case("TrainingDown", None, of_run(training_phase__phase_stop=ends_as_intended) | {UP: step(1, 0)}),
+    Case("TrainingDown", None, {UP: always(0)}),  # no run has had this port
+    # A restart of the ranks.
+    Case("TrainingDown", None, of_run(training_phase__phase_stop=always(0)) | {UP: lambda second: second // 100 % 2}),
     # The first evaluation later than 120 s is that of 125 s.
     Case("TrainingStalled", FAULT + 135, of_run(training_step_seconds=always(1), **STOPS_AT_600, **TRAINS)),
     Case("TrainingStalled", FAULT + 315, of_run(training_step_seconds=always(30), **STOPS_AT_600, **TRAINS)),
@@ -315,7 +332,7 @@ def recorded_series() -> dict[str, list[float | None]]:
     for job, labels in (("glm46", RUN), ("node", NODE)):
         for name, runs in RECORDING[job].items():
             metric, _, own = name.partition("{")
-            labelled = f"{metric}{labels[:-1]}{', ' + own if own else '}'}"
+            labelled = UP if name == "up" and job == "glm46" else f"{metric}{labels[:-1]}{', ' + own if own else '}'}"
             series[labelled] = [value for value, times in runs for _ in range(times)]
     return series
 
@@ -324,9 +341,9 @@ def recorded_day() -> dict[str, Values]:
     """The recording, and then its second half again and again: each time the run resumes where it was stopped. Before
     each repetition it waits in the queue, so that the starts are `BETWEEN_STARTS` apart."""
     series = recorded_series()
-    up = series[f"up{RUN}"]
-    stopped = up.index(None)
-    resumed = next(number for number in range(stopped, len(up)) if up[number] is not None)
+    up = series[UP]
+    stopped = up.index(0)
+    resumed = up.index(1, stopped)
     turn = max(len(up) - resumed, BETWEEN_STARTS // SCRAPE)
     newest_checkpoint, step = (series[f"{name}{RUN}"] for name in ("training_last_checkpoint_step", "training_step"))
     from_step = next(value for value in newest_checkpoint[resumed:] if value)

@@ -1,58 +1,63 @@
-"""What Prometheus gets: the guide's names, values of rows and heartbeat, and bounds that hold when files misbehave."""
+"""What Prometheus gets: the guide's names, values of the loop and of rows, within bounds, over a real socket."""
 
-import json
 import math
-import os
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from glm46.engine.observe import exporter
-from glm46.engine.observe.exporter import RunCollector, exported_names
-from glm46.engine.observe.heartbeat import HEARTBEAT_FILE, Heartbeat, read_heartbeat
+from glm46.engine.observe import exporter as exporter_module
+from glm46.engine.observe.exporter import Exporter, exported_names
 from glm46.engine.observe.metrics import _OF_NETWORKS, METRICS, SPREAD
-from tests.processes import HANG_SECONDS
+from glm46.engine.observe.report import Report
+from tests.processes import free_port, wait_until
 
 ROOT = Path(__file__).parents[4]
+RUN = ("run", "r")
 
 GUIDE = ("training_loss", "training_learning_rate", "training_tokens_per_second", "training_steps_total")
 GUIDE += ("expert_balance_cv", "training_perplexity", "training_validation_loss", "training_slowest_rank_ratio")
 GUIDE += ("nccl_allreduce_time_ms", "nccl_bandwidth_gbps", "nccl_busbw_gbps")
 
 
-def scrape(collector) -> str:
+def scrape(exporter: Exporter) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
+    registry.register(exporter)
     return generate_latest(registry).decode()
 
 
-def values(text) -> dict:
-    """The value of each series, by its name and sorted labels."""
+def values(text: str) -> dict:
+    """The value of each series, by its name and sorted labels other than the run's."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    keys = [(sample.name, *sorted(sample.labels.items())) for sample in samples]
+    assert all(sample.labels["run"] == "r" for sample in samples)
+    keys = [(sample.name, *sorted(sample.labels.items() - {RUN})) for sample in samples]
     assert len(set(keys)) == len(keys)
     return {key if len(key) > 1 else key[0]: sample.value for key, sample in zip(keys, samples, strict=True)}
 
 
-def write_rows(folder, *rows):
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"kind": "train", **row}) + "\n" for row in rows))
-
-
-def begin(folder, step=0, **more):
-    beat = Heartbeat(folder, is_main=True)
+def begin(step: int = 0, **more) -> Exporter:
+    """An exporter without an endpoint, of a run that has begun to train."""
+    exporter = Exporter("r", None, print)
     settings = {"budget": 1000, "save_interval": 50, "info": {"task": "pretrain", "config": "abc"}} | more
-    beat.begins(step=step, tokens=10 * step, **settings)
-    return beat
+    exporter.begins(step=step, tokens=10 * step, **settings)
+    return exporter
 
 
-def full_row(parts=3) -> dict:
+def phase_of(exporter: Exporter) -> str:
+    phases = {key[1][1]: value for key, value in values(scrape(exporter)).items() if key[0] == "training_phase"}
+    assert sorted(phases.values()) == [0, 0, 0, 0, 0, 1]
+    return max(phases, key=phases.get)
+
+
+def full_row(parts: int = 3) -> dict:
     """Every column that a run can have, with many parts."""
     row = {}
     for metric in METRICS:
@@ -64,18 +69,18 @@ def full_row(parts=3) -> dict:
     return row
 
 
-def test_every_column_has_a_name_that_prometheus_accepts_and_the_guide_knows(tmp_path):
-    begin(tmp_path)
-    write_rows(tmp_path, full_row())
-    text = scrape(RunCollector(tmp_path))
+def test_every_column_has_a_name_that_prometheus_accepts_and_the_guide_knows():
+    exporter = begin()
+    exporter.row(full_row())
+    text = scrape(exporter)
     names = {family.name + "_total" * (family.type == "counter") for family in text_string_to_metric_families(text)}
-    # Checkpoint time comes with the first checkpoint.
+    # The time of a checkpoint comes with the first checkpoint.
     assert names == exported_names() - {"training_last_checkpoint_timestamp_seconds"}
     assert set(GUIDE) <= names
     for name in names:
         assert re.fullmatch("(training|expert|dead|nccl)_[a-z_]+[a-z]", name), name
-    # Service discovery and Prometheus add these.
-    assert not re.search(r"[{,](run|instance|job|cluster)=", text)
+    # Prometheus adds these.
+    assert not re.search(r"[{,](instance|job|cluster)=", text)
     assert "_created" not in text
     if shutil.which("promtool"):
         done = subprocess.run(["promtool", "check", "metrics"], input=text, text=True, capture_output=True, timeout=300)
@@ -85,158 +90,158 @@ def test_every_column_has_a_name_that_prometheus_accepts_and_the_guide_knows(tmp
 
 
 def test_values_are_those_of_the_rows_in_base_units(tmp_path):
-    begin(tmp_path, step=4, save_interval=None)
-    first = {"step": 3, "kind": "validation", "validation_loss": 5.5, "validation_loss/code": 5.25}
-    row = {"step": 4, "loss": 3.5, "lr": 1e-3, "mfu": 0.4, "grad_norm": None, "grad_norm/critic": 7.0}
-    write_rows(tmp_path, first, row | {"memory_peak_gib/max": 2.0, "tflops_per_device": 3.0, "of_the_future": 1.0})
-    found = values(scrape(RunCollector(tmp_path)))
-    assert found["training_loss"] == 3.5 and found["training_learning_rate"] == 1e-3
-    assert found["training_mfu_ratio"] == 0.4 and found["training_validation_loss"] == 5.5
-    assert found["training_validation_loss", ("source", "code")] == 5.25
-    assert found["training_memory_peak_bytes", ("ranks", "max")] == 2 * 2**30
-    assert found["training_device_flops"] == 3e12
-    assert math.isnan(found["training_grad_norm"])  # not the last finite value
-    assert found["training_grad_norm", ("network", "critic")] == 7.0
-    assert (found["training_step"], found["training_tokens"], found["training_tokens_budget"]) == (4, 40, 1000)
-    assert found["training_last_checkpoint_step"] == 4 and "training_checkpoint_interval_steps" not in found
-    assert found["training_info", ("config", "abc"), ("task", "pretrain")] == 1
+    exporter = begin(step=4, save_interval=None)
+    report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=10, exporter=exporter)
+    report.validation({"step": 3, "validation_loss": 5.5, "validation_loss/code": 5.25})
+    row = {"step": 4, "tokens": 5, "loss": 3.5, "lr": 1e-3, "mfu": 0.4, "tokens_per_second": 5.0}
+    row |= {"grad_norm": math.nan, "grad_norm/critic": 7.0, "memory_peak_gib/max": 2.0, "tflops_per_device": 3.0}
+    report.train(row)
+    report.close()
+    exported = values(scrape(exporter))
+    assert exported["training_loss"] == 3.5 and exported["training_learning_rate"] == 1e-3
+    assert exported["training_mfu_ratio"] == 0.4 and exported["training_validation_loss"] == 5.5
+    assert exported["training_validation_loss", ("source", "code")] == 5.25
+    assert exported["training_memory_peak_bytes", ("ranks", "max")] == 2 * 2**30
+    assert exported["training_device_flops"] == 3e12
+    assert math.isnan(exported["training_grad_norm"])  # not the last finite value
+    assert exported["training_grad_norm", ("network", "critic")] == 7.0
+    assert (exported["training_step"], exported["training_tokens"], exported["training_tokens_budget"]) == (4, 40, 1000)
+    assert exported["training_last_checkpoint_step"] == 4 and "training_checkpoint_interval_steps" not in exported
+    assert exported["training_info", ("config", "abc"), ("task", "pretrain")] == 1
 
 
-def test_counters_begin_at_0_with_each_process_and_survive_a_rollback(tmp_path):
-    beat, collector = begin(tmp_path, step=10_000), RunCollector(tmp_path)
-    for step in (10_001, 10_002):
-        beat.step(
-            step,
-            10 * step,
-            was_skipped=step == 10_002,
-            is_finite=step != 10_002,
-            loss=math.nan if step == 10_002 else 2.0,
-        )
-    beat.save_failed()
-    found = values(scrape(collector))
+def test_counters_begin_at_0_with_each_process_and_survive_a_rollback():
+    exporter = begin(step=10_000)
+    exporter.step(10_001, 100_010, was_skipped=False, is_finite=True, loss=2.0)
+    exporter.step(10_002, 100_020, was_skipped=True, is_finite=False, loss=math.nan)
+    exporter.save_failed()
+    exported = values(scrape(exporter))
     counts = ("training_steps_total", "training_tokens_total", "training_skipped_steps_total")
     more = ("training_not_finite_steps_total", "training_failed_saves_total")
-    assert [found[name] for name in (*counts, *more)] == [2, 20, 1, 1, 1]
-    assert found["training_step"] == 10_002 and math.isnan(found["training_loss"])
-    beat.begins(step=9_900, tokens=99_000, budget=10**6, save_interval=50, info={})
-    beat.step(9_901, 99_010, was_skipped=False, is_finite=True, loss=2.0)
-    found = values(scrape(collector))
-    assert [found[name] for name in counts] == [3, 30, 1]
-    assert found["training_loss"] == 2.0
+    assert [exported[name] for name in (*counts, *more)] == [2, 20, 1, 1, 1]
+    assert exported["training_step"] == 10_002 and math.isnan(exported["training_loss"])
+    exporter.begins(step=9_900, tokens=99_000, budget=10**6, save_interval=50, info={})
+    exporter.step(9_901, 99_010, was_skipped=False, is_finite=True, loss=2.0)
+    exported = values(scrape(exporter))
+    assert [exported[name] for name in counts] == [3, 30, 1]
+    assert exported["training_loss"] == 2.0
     # A new process at an older step: Prometheus takes the fall for a start, and no rate is thousands of steps.
-    begin(tmp_path, step=9_900)
-    found = values(scrape(collector))
-    assert [found[name] for name in counts] == [0, 0, 0] and found["training_step"] == 9_900
+    exported = values(scrape(begin(step=9_900)))
+    assert [exported[name] for name in counts] == [0, 0, 0] and exported["training_step"] == 9_900
 
 
-def test_a_process_has_no_position_before_it_begins_to_train(tmp_path):
+def test_a_process_has_no_position_before_it_begins_to_train():
     """A step of 0 would look like a run that went back, and keep `LossSpike` silent for eleven minutes."""
-    begin(tmp_path, step=9_900)
-    collector, beat = RunCollector(tmp_path), Heartbeat(tmp_path, is_main=True)
+    exporter = Exporter("r", None, print)
     positions = {"training_step", "training_tokens", "training_tokens_budget", "training_last_checkpoint_step"}
-    assert not positions & set(values(scrape(collector)))
-    beat.begins(step=9_900, tokens=99_000, budget=10**6, save_interval=50, info={})
-    assert positions <= set(values(scrape(collector)))
+    assert not positions & set(values(scrape(exporter))) and phase_of(exporter) == "start"
+    exporter.begins(step=9_900, tokens=99_000, budget=10**6, save_interval=50, info={})
+    assert positions <= set(values(scrape(exporter)))
 
 
-def test_the_phase_is_that_of_the_trainer_and_of_the_launcher(tmp_path):
-    beat, collector = begin(tmp_path), RunCollector(tmp_path)
+def test_the_phase_is_the_trainer_s():
+    exporter = begin()
+    moved = "training_last_step_timestamp_seconds"
+    before = values(scrape(exporter))[moved]
+    assert phase_of(exporter) == "train"
+    with exporter.phase("validate"):
+        assert phase_of(exporter) == "validate"
+    assert phase_of(exporter) == "train"
+    assert values(scrape(exporter))[moved] > before  # a long validation is not a stall afterwards
+    with pytest.raises(ValueError), exporter.phase("save"):
+        raise ValueError
+    assert phase_of(exporter) == "save"
+    exporter.stops()
+    assert phase_of(exporter) == "stop"
 
-    def phase():
-        found = {key[1][1]: value for key, value in values(scrape(collector)).items() if key[0] == "training_phase"}
-        assert sorted(found.values()) == [0, 0, 0, 0, 0, 1]
-        return max(found, key=found.get)
 
-    before = read_heartbeat(tmp_path).moved
-    assert phase() == "train"
-    with beat.phase("validate"):
-        assert phase() == "validate"
-    assert phase() == "train"
-    assert read_heartbeat(tmp_path).moved > before  # a long validation is not a stall afterwards
+def test_a_checkpoint_sets_step_and_time():
+    exporter = begin()
     began = time.time()
-    collector.restarted(2)  # the ranks of before are gone, the new ones have not begun
-    assert phase() == "start"
-    found = values(scrape(collector))
-    assert found["training_restarts_total"] == 2
-    # Not the age of the last step of before, which may be days, and raise TrainingStalled or PhaseTooLong.
-    assert found["training_last_step_timestamp_seconds"] >= began and "training_step" not in found
-    begin(tmp_path).stops()
-    assert phase() == "stop"
+    exporter.saved(50)
+    exported = values(scrape(exporter))
+    assert exported["training_last_checkpoint_step"] == 50
+    assert exported["training_last_checkpoint_timestamp_seconds"] >= began
 
 
-def test_a_resume_that_removes_rows_removes_their_values(tmp_path):
-    begin(tmp_path)
-    write_rows(tmp_path, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 9.0, "dead_experts": 7})
-    collector = RunCollector(tmp_path)
-    assert values(scrape(collector))["dead_experts"] == 7
-    (tmp_path / "metrics.jsonl").rename(tmp_path / "old")  # keeps the inode taken
-    write_rows(tmp_path, {"step": 1, "loss": 3.0})
-    found = values(scrape(collector))
-    assert found["training_loss"] == 3.0 and "dead_experts" not in found
-
-
-def test_the_number_of_series_is_bounded_as_the_documents_say(tmp_path):
-    begin(tmp_path)
-    # More parts than are exported, in a row that is read whole, and a second network.
+def test_the_number_of_series_is_bounded_as_the_documents_say():
+    exporter = begin()
+    # More parts than are exported, and a second network.
     row = full_row(parts=60)
     row |= {f"{m.name}/critic": 1.0 for m in METRICS if m.per is None and m.group in _OF_NETWORKS}
-    write_rows(tmp_path, row)
-    series = len(values(scrape(RunCollector(tmp_path))))
-    stated = [
+    exporter.row(row)
+    series = len(values(scrape(exporter)))
+    bounds = [
         int(re.search(r"a run at most (\d+)\s+series", (ROOT / file).read_text())[1])
         for file in ("docs/monitoring.md", "deploy/monitoring/prometheus.yml")
     ]
-    assert stated == [-(-series // 50) * 50] * 2
-    write_rows(tmp_path, full_row(parts=4))
-    assert 150 < len(values(scrape(RunCollector(tmp_path)))) <= 300
+    assert bounds == [-(-series // 50) * 50] * 2
+    exporter = begin()
+    exporter.row(full_row(parts=4))
+    assert 150 < len(values(scrape(exporter))) <= 300
 
 
-def test_files_that_are_missing_torn_or_of_another_release_leave_the_last_values(tmp_path):
-    collector = RunCollector(tmp_path)
-    assert values(scrape(collector)) == {"training_restarts_total": 0}
-    begin(tmp_path, step=3)
-    assert values(scrape(collector))["training_step"] == 3
-    for content in ("", "{", '{"phase": "train", "unknown": 1}'):
-        (tmp_path / HEARTBEAT_FILE).write_text(content)
-        assert values(scrape(collector))["training_step"] == 3
+def get(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        return response.read().decode()
 
 
-def test_a_disk_that_does_not_answer_delays_one_scrape_only(tmp_path, monkeypatch):
-    begin(tmp_path, step=3)
-    collector, answers, asked = RunCollector(tmp_path), threading.Event(), threading.Event()
-    scrape(collector)
-
-    def hanging(folder):
-        asked.set()
-        answers.wait(HANG_SECONDS)
-
-    monkeypatch.setattr(exporter, "read_heartbeat", hanging)
-    first = threading.Thread(target=scrape, args=(collector,))
-    first.start()
-    assert asked.wait(HANG_SECONDS)
-    assert values(scrape(collector))["training_step"] == 3
-    assert first.is_alive()
-    answers.set()
-    first.join()
+def answers(port: int) -> bool:
+    try:
+        return bool(get(port))
+    except OSError:
+        return False
 
 
-def test_only_the_main_rank_writes_and_a_failing_disk_is_no_fault(tmp_path):
-    other = Heartbeat(tmp_path, is_main=False)
-    other.step(1, 10, was_skipped=False, is_finite=True, loss=1.0)
-    other.close()
-    assert not list(tmp_path.iterdir())
-    nowhere = Heartbeat(tmp_path / "absent", is_main=True)
-    nowhere.step(1, 10, was_skipped=False, is_finite=True, loss=1.0)
-    nowhere.close()
-    beat = begin(tmp_path, info={"long": "x" * 5000})
-    beat.begins(step=0, tokens=0, budget=1, save_interval=None, info={})  # shorter than before
-    assert read_heartbeat(tmp_path).info == {}
-    with pytest.raises(ValueError), beat.phase("save"):
-        raise ValueError
-    assert read_heartbeat(tmp_path).phase == "save"
-    # After a network disk has failed the descriptor stays broken: the next write but one is in the file again.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), beat._file)
-    for step in (7, 8):
-        beat.step(step, 10, was_skipped=False, is_finite=True, loss=1.0)
-    assert read_heartbeat(tmp_path).step == 8
-    beat.close()
+def test_a_taken_port_is_reported_and_training_continues():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        lines = []
+        exporter = Exporter("r", port, lines.append)
+    assert len(lines) == 1 and f"metrics.prometheus_port = {port}" in lines[0] and "another port" in lines[0]
+    exporter.step(1, 10, was_skipped=False, is_finite=True, loss=1.0)
+    exporter.close(has_failed=False)
+
+
+@pytest.mark.slow
+def test_the_endpoint_is_on_loopback_alone_and_a_silent_client_holds_up_no_scrape():
+    port = free_port()
+    lines = []
+    exporter = Exporter("r", port, lines.append)
+    try:
+        assert lines == [f"metrics      http://127.0.0.1:{port}/metrics"]
+        with socket.create_connection(("127.0.0.1", port)):
+            assert 'training_phase{phase="start",run="r"} 1.0' in get(port)
+        own_address = socket.gethostbyname(socket.gethostname())
+        if not own_address.startswith("127."):
+            with pytest.raises(OSError):
+                socket.create_connection((own_address, port), timeout=0.2)
+    finally:
+        exporter.close(has_failed=True)
+    assert not answers(port)
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_as_intended_is_seen_in_its_last_phase(monkeypatch):
+    """An endpoint that vanishes in another phase raises TrainingDown."""
+    monkeypatch.setattr(exporter_module, "_LAST_SCRAPE_SECONDS", 60.0)
+    port = free_port()
+    exporter = Exporter("r", port, print)
+    get(port)
+    closing = threading.Thread(target=exporter.close, kwargs={"has_failed": False})
+    closing.start()
+    wait_until(lambda: 'training_phase{phase="stop",run="r"} 1.0' in get(port))
+    closing.join(30)
+    assert not closing.is_alive() and not answers(port)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_scraped, has_failed", [(False, False), (True, True)])
+def test_a_run_that_failed_or_that_nobody_watches_ends_at_once(is_scraped, has_failed, monkeypatch):
+    monkeypatch.setattr(exporter_module, "_LAST_SCRAPE_SECONDS", 600.0)
+    port = free_port()
+    exporter = Exporter("r", port, print)
+    if is_scraped:
+        get(port)
+    exporter.close(has_failed=has_failed)  # waits ten minutes otherwise
+    assert not answers(port)

@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from glm46.config.checkpoint import MetricsConfig
-from glm46.engine.observe.endpoint import Endpoint
-from glm46.engine.observe.exporter import RunCollector, exported_names
+from glm46.engine.observe.exporter import Exporter, exported_names
 from scripts import make_dashboards
 from tests.processes import free_port, wait_until
-from tests.unit.engine.observe.test_alerts import ALERTS, FOLDER, INSPECTOR, RECORDED, ROOT
-from tests.unit.engine.observe.test_exporter import begin, full_row, write_rows
+from tests.unit.engine.observe.test_alerts import FOLDER, INSPECTOR, RECORDED, ROOT
+from tests.unit.engine.observe.test_exporter import full_row
 
 SCRIPT = ROOT / "scripts" / "setup_monitoring.sh"
 NAMES = ("prometheus", "alertmanager", "grafana", "node-exporter", "dcgm-exporter")
@@ -284,12 +282,10 @@ def test_a_program_that_reads_its_data_for_long_is_not_ended(tmp_path):
 def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
     state, ports = tmp_path / "state", ports_of()
     options = port_options(ports)
-    (tmp_path / "run").mkdir()
-    beat = begin(tmp_path / "run")
-    beat.saved(1)
-    write_rows(tmp_path / "run", full_row())
-    config = MetricsConfig(prometheus_port=free_port(), prometheus_sd_folder=str(state / "targets"))
-    endpoint = Endpoint(config, tmp_path / "run", RunCollector(tmp_path / "run"), print)
+    port = free_port()
+    exporter = Exporter("r", port, print)
+    exporter.begins(step=1, tokens=10, budget=1000, save_interval=50, info={"task": "pretrain"})
+    exporter.row(full_row())
     gpus = ThreadingHTTPServer(("127.0.0.1", 0), Gpus)
     threading.Thread(target=gpus.serve_forever, daemon=True).start()
     try:
@@ -303,24 +299,14 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         assert "alerts.yml: edited by hand" in again.stderr and "# mine" in (state / "alerts.yml").read_text()
         assert again.returncode == 0 and "prometheus: runs already" in again.stdout, again
         assert {path.name: path.read_text() for path in (state / "run").glob("*.pid")} == pids
-        endpoint.announce()
+        (state / "runs" / "here.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{port}"]}]))
         (state / "gpus" / "here.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{gpus.server_port}"]}]))
         # Not 5 s, which a test would have to wait for twice.
         file = state / "prometheus.yml"
         file.write_text(file.read_text().replace("interval: 5s", "interval: 500ms"))
         subprocess.run(["kill", "-HUP", pids["prometheus.pid"].strip()], check=True)
         wait_for_answers(ports["prometheus"], QUERIES)
-        assert ask(ports["prometheus"], "training_step")[0]["metric"]["run"] == "run"
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{ports['prometheus']}/consoles/glm46.html", timeout=60
-        ) as answer:
-            pages = answer.read().decode().partition("const dashboards = [")[2].partition("];")[0].strip(", \n")
-        (link,) = re.findall(r"runbook: (http\S+#slowrank)\n", (state / "alerts.yml").read_text())
-        with urllib.request.urlopen(link, timeout=60) as answer:
-            text = answer.read().decode()
-        assert text.count("<b id=") == len(ALERTS) and '<b id="slowrank">SlowRank</b>\nOne rank takes' in text
-        # Both are commands of templates: for Prometheus in a console, for Grafana in a legend.
-        assert {page["uid"]: page for page in json.loads(f"[{pages}]".replace("[[", "{{"))} == by_uid(PAGES)
+        assert ask(ports["prometheus"], "training_step")[0]["metric"]["run"] == "r"
         listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True).stdout.split()
         for port in ports.values():
             assert not {word for word in listening if word.endswith(f":{port}")} - {f"127.0.0.1:{port}"}
@@ -335,7 +321,7 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
         assert "mine.json: no data now for training_los; rate(up) (" in status.stderr, status
     finally:
         stopped = setup("--stop", folder=state)
-        endpoint.close(has_failed=False)
+        exporter.close(has_failed=True)
         gpus.shutdown()
         gpus.server_close()
     assert "prometheus: stopped" in stopped.stdout, stopped
@@ -347,10 +333,6 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
 
 def panel_of(query: str) -> dict:
     return {"targets": [{"expr": query}]}
-
-
-def by_uid(pages: dict) -> dict:
-    return {page["uid"]: page for page in pages.values()}
 
 
 def ask(port: int, query: str) -> list[dict]:

@@ -1,6 +1,5 @@
 """Rows reach every place once, and a resumed run leaves no step twice."""
 
-import errno
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from glm46.engine.observe.console import ConsoleView, duration, train_line, validation_line
 from glm46.engine.observe.history import read_history
-from glm46.engine.observe.metrics import METRICS, find_metric
+from glm46.engine.observe.metrics import METRICS, MOST_IMPORTANT, SHOWN, find_metric
 from glm46.engine.observe.report import Report
 from tests.processes import wait_until
 from tests.small_run import terminal
@@ -64,7 +63,7 @@ def test_rows_are_in_the_file_at_once_and_in_the_log(tmp_path):
     report.close()
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert len(log) == 3
-    assert "loss   4.9000" in log[0] and "10.0%" in log[0] and "18s left" in log[0]
+    assert "loss  4.9000" in log[0] and "10.0%" in log[0] and "18s left" in log[0]
     assert "validation loss 4.5000" in log[1] and "wiki 4.2500" in log[1]
     assert log[2].endswith("a [bracketed] word")
     assert "a [bracketed] word" in (tmp_path / "console.txt").read_text()
@@ -141,45 +140,35 @@ def test_rows_wait_for_a_lost_folder(tmp_path):
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("before"))])
-def test_a_folder_that_is_deleted_or_renamed_is_said_once_and_no_file_is_split(tmp_path, change):
+def test_nothing_is_written_after_the_folder_was_deleted_or_renamed(tmp_path, change):
     folder = tmp_path / "run"
-    report = _report(folder, tensorboard=True, said=tmp_path / "said", width=300)
-    for step in range(1, 7):
-        report.train(_row(step))
-        report.validation({"step": step, "validation_loss": 4.0})
-        if step % 2 == 0:
-            report.finish_writes()
-            change(folder)
-            if folder.with_name("before").exists():
-                assert _steps(folder.with_name("before")) == [step - 1, step - 1, step, step]
-                shutil.rmtree(folder.with_name("before"))
-    assert not folder.exists()
-    report.train(_row(7))
-    report.validation({"step": 7, "validation_loss": 4.0})
-    report.close()
-    assert _steps(folder) == [7, 7] and len((folder / "log.txt").read_text().splitlines()) == 2
-    for events in (folder / "tb", folder / "tb/validation"):
-        assert [event.step for event in _events(events).Scalars("loss/loss")] == [7]
-    said = (tmp_path / "said").read_text()
-    assert said.count("was deleted") == said.count(f"{folder}: was deleted or renamed during the run") == 3
-
-
-def test_a_row_is_kept_if_tensorboard_cannot_close_its_deleted_file(tmp_path, monkeypatch):
-    """Its thread may still hold events of a folder that is gone."""
-    folder = tmp_path / "run"
-    report = Report(folder, is_main=True, tensorboard_folder=folder / "tb", total_tokens=1000)
+    folder.mkdir()
+    report = _report(folder, tensorboard=True, said=tmp_path / "said")
     report.train(_row(1))
-
-    def fail() -> None:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-
-    monkeypatch.setattr(report._tensorboard._writers["train"], "close", fail)
-    shutil.rmtree(folder)
+    assert not report.has_lost_folder()
+    change(folder)
+    assert report.has_lost_folder()
+    folder.mkdir()  # as the last save does
     report.train(_row(2))
+    report.message("to the console")
     report.close()
-    # What the thread held of the folder may reach the one that is made again.
-    steps = [event.step for event in _events(folder / "tb").Scalars("loss/loss")]
-    assert _steps(folder) == [2] and steps in ([2], [1, 2])
+    assert report.has_lost_folder() and list(folder.iterdir()) == []
+    assert "to the console" in (tmp_path / "said").read_text()
+
+
+def test_a_deleted_file_is_reported_once_and_continued_if_it_returns(tmp_path):
+    report = _report(tmp_path, said=tmp_path / "said", width=300)
+    report.train(_row(1))
+    (tmp_path / "metrics.jsonl").unlink()
+    for step in (2, 3):
+        report.train(_row(step))
+    assert not report.has_lost_folder() and not (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "metrics.jsonl").touch()
+    report.train(_row(4))
+    report.close()
+    assert _steps(tmp_path) == [2, 3, 4]
+    said = (tmp_path / "said").read_text()
+    assert said.count("cannot be written") == said.count("metrics.jsonl: written again") == 1
 
 
 @pytest.mark.slow
@@ -352,7 +341,7 @@ def test_a_pipe_gets_the_lines_of_the_log_and_no_bar(tmp_path, row, bar):
     report.close()
     (line,) = (tmp_path / "console.txt").read_text().splitlines()
     assert line == (tmp_path / "log.txt").read_text().rstrip("\n").split("  ", 1)[1]
-    absent = {"loss", "grad", "lr", "tokens/s"} if "loss" not in row else set()
+    absent = {"loss", "grad", "lr", "tok/s"} if "loss" not in row else set()
     assert not absent.intersection(line.split()), "nothing is said of what was not measured"
 
 
@@ -367,17 +356,48 @@ def test_validation_of_preferences_and_rewards_shows_what_they_optimise():
 def test_plain_lines_are_aligned():
     short = train_line(_row(1), 10_000_000)
     long = train_line(_row(99_999, grad_norm=12.5, loss=10.25), 10_000_000)
-    assert short.index("tokens/s") == long.index("tokens/s")
+    assert short.index("tok/s") == long.index("tok/s")
 
 
 def test_the_time_left_is_that_of_the_budget():
     assert "  2s left" in train_line(_row(1, budget_tokens_per_second=250.0), 600)
 
 
-def test_figures_of_ranks_are_three_on_the_console():
+def test_memory_on_the_console_is_that_of_the_fullest_gpu():
     spread = {"memory_peak_gib/min": 9.0, "memory_peak_gib/mean": 60.25, "memory_peak_gib/max": 100.0}
-    assert "GiB   9.0/ 60.2/100.0  10s left" in train_line(_row(1, **spread), 600)
+    assert "  GiB 100.0  10s left" in train_line(_row(1, **spread), 600)
     assert "GiB" not in train_line(_row(1), 600)
+
+
+PRETRAINED_ON_GPU = {
+    "mtp_loss": 9.0, "expert_balance_cv": 0.5, "mfu": 0.4, "memory_peak_gib/max": 70.0,
+}  # fmt: skip
+REINFORCED_FULLY = {
+    "reward": 0.5, "entropy": 1.5, "loss": -1.0, "completion_tokens": 812.5, "reference_kl": 1e-3, "mismatch_kl": 1e-4,
+    "draft_acceptance_ratio": 0.5, "mtp_loss": 1.0, "expert_balance_cv": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "words", "absent"), [
+    ({"mtp_loss": 9.0, "expert_balance_cv": 0.5}, "loss grad lr tok/s mtp balance", ""),
+    (PRETRAINED_ON_GPU, "loss grad lr tok/s mfu GiB", "balance"),
+    ({"rewards/accuracies": 0.5, "rewards/margins": 0.1, "mtp_loss": 9.0, "expert_balance_cv": 0.5},
+     "accuracy margin loss grad tok/s", ""),
+    ({"kl": 0.5, "mtp_loss": 9.0, "expert_balance_cv": 0.5}, "loss kl grad lr tok/s", ""),
+    (REINFORCED_FULLY, "reward entropy grad length kl", "loss drafts"),
+    ({"loss": -1.0, "entropy": 5.5, "expert_balance_cv": 0.5}, "entropy grad lr tok/s balance", "loss"),
+])  # fmt: skip
+def test_a_row_of_every_task_fits_120_columns(columns, words, absent):
+    """The longest: a million steps, seconds of an hour, a speed of millions."""
+    row = _row(999_999, tokens=0, loss=12.0, grad_norm=123.456, lr=3.33e-4, tokens_per_second=2_606_635.0) | columns
+    line = train_line(row, 3599 * 2_606_635)
+    assert len(line) <= 120 and line.endswith("59m 59s left"), line
+    assert set(words.split()) <= set(line.split())
+    assert not set(absent.split()) & set(line.split())
+
+
+def test_every_part_of_a_line_has_its_importance():
+    assert sorted(MOST_IMPORTANT) == sorted(shown.column for shown in SHOWN if shown.text)
 
 
 def test_durations_read_like_a_clock():

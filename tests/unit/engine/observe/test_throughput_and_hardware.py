@@ -8,13 +8,13 @@ import torch
 
 from glm46.engine.observe.hardware import (
     HardwareMonitor,
-    ThroughputMeter,
     device_peak_flops,
     measured_matmul_flops,
     process_bytes,
     read_sensor,
 )
 from glm46.engine.observe.metrics import find_metric
+from glm46.engine.training.throughput import ThroughputMeter
 
 # Metrics are computed in FP64; the tolerance covers the rounding of a few operations.
 _CLOSE = 1e-12
@@ -30,7 +30,7 @@ class _Clock:
 
 def test_throughput_leaves_validation_out_and_starts_anew():
     clock = _Clock()
-    meter = ThroughputMeter(peak_flops=4e12, num_ranks=2, clock=clock)
+    meter = ThroughputMeter(num_ranks=2, clock=clock)
     for _ in range(4):
         clock.now += 1.0
         meter.add_step(1000, data_seconds=0.25, flops=1e12, budget_tokens=1000, model_seconds=0.875)
@@ -45,7 +45,6 @@ def test_throughput_leaves_validation_out_and_starts_anew():
             "step_seconds": 1.0,
             "data_seconds": 0.25,
             "overhead_ratio": 0.125,
-            "mfu": 0.125,
         },
         rel=_CLOSE,
     )
@@ -56,12 +55,6 @@ def test_throughput_leaves_validation_out_and_starts_anew():
     packed = meter.read()
     assert packed["tokens_per_second"] == 500.0 and packed["budget_tokens_per_second"] == 2000.0
     assert packed["overhead_ratio"] == 0.0
-
-
-def test_an_unknown_peak_gives_no_mfu():
-    meter = ThroughputMeter(None, 1)
-    meter.add_step(1, 0.0, 1.0, 1, 0.0)
-    assert "mfu" not in meter.read()
 
 
 def test_a_cpu_has_no_peak_for_mfu_and_a_measured_matmul_is_measured_once():

@@ -8,7 +8,6 @@ import pytest
 
 from glm46.engine.observe import writes
 from glm46.engine.observe.console import ConsoleView
-from glm46.engine.observe.heartbeat import Heartbeat, os, read_heartbeat
 from glm46.engine.observe.history import LineFile, read_history
 from glm46.engine.observe.report import Report
 from glm46.engine.observe.writes import Writes
@@ -67,44 +66,37 @@ def test_a_call_that_stalls_is_waited_for_once_and_the_oldest_of_too_many_are_dr
 def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp_path, monkeypatch, capsys, patience):
     patience(0.3)
     monkeypatch.setattr(writes, "_END_SECONDS", 0.5)
-    answers, append, put = threading.Event(), LineFile._append, os.pwrite
+    answers = threading.Event()
+    append = LineFile._append
     report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=99)
-    beat = Heartbeat(tmp_path, is_main=True)
     monkeypatch.setattr(LineFile, "_append", lambda *call: (answers.wait(), append(*call)))
-    monkeypatch.setattr(os, "pwrite", lambda *call: answers.wait() and put(*call))
     report.message("the last words")
-    beat.stops()
     began = time.monotonic()
-    beat.close()
     report.close()
-    assert 1.0 <= time.monotonic() - began < 50.0  # without an end, it waits for storage until the test is killed
+    assert 0.5 <= time.monotonic() - began < 50.0  # without an end, it waits for storage until the test is killed
     assert f"{tmp_path}: storage does not answer" in capsys.readouterr().out.replace("\n", "")
     answers.set()  # the threads are left behind, and end once it answers
     wait_until(lambda: "the last words" in (tmp_path / "log.txt").read_text())
-    wait_until(lambda: read_heartbeat(tmp_path).phase == "stop")
 
 
 @pytest.mark.slow
 def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeypatch, patience):
-    answers, append, put = threading.Event(), LineFile._append, os.pwrite
+    answers = threading.Event()
+    append = LineFile._append
     answers.set()
     monkeypatch.setattr(LineFile, "_append", lambda *call: (answers.wait(), append(*call)))
-    monkeypatch.setattr(os, "pwrite", lambda *call: answers.wait() and put(*call))
     report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=99, console=ConsoleView(99))
-    beat = Heartbeat(tmp_path, is_main=True)
-    beat.begins(step=0, tokens=0, budget=99, save_interval=None, info={})
 
     def train(steps: range) -> None:
         for step in steps:
             row = {"step": step, "tokens": step, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_second": 5.0}
             report.train(row)
-            beat.step(step, step, was_skipped=False, is_finite=True, loss=1.0)
 
     def written() -> list[int]:
         return [row["step"] for row in read_history(tmp_path / "metrics.jsonl")]
 
     train(range(1, 4))
-    assert written() == [1, 2, 3] and read_heartbeat(tmp_path).step == 3
+    assert written() == [1, 2, 3]
     answers.clear()
     patience(2.0)
     began = time.monotonic()
@@ -113,8 +105,7 @@ def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeyp
     patience(HANG_SECONDS)
     answers.set()
     report.finish_writes()
-    beat.close()
-    assert written() == list(range(1, 54)) and read_heartbeat(tmp_path).step == 53
+    assert written() == list(range(1, 54))
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == 1.0
     report.close()
     assert [line for line in (tmp_path / "log.txt").read_text().splitlines() if "loss" in line][49:]

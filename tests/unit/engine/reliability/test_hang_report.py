@@ -13,7 +13,8 @@ from torch.torch_version import TorchVersion
 
 from glm46.compat import flight_recorders
 from glm46.engine.reliability import hang_report
-from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
+from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits
+from glm46.engine.reliability.stack_frames import innermost_frames
 
 GUILTY = 3
 

@@ -14,7 +14,7 @@ from glm46.engine.reliability.loss_spikes import SpikeDetector
 from glm46.engine.reliability.run_lock import lock_run
 from glm46.engine.training import loop
 from glm46.engine.training.state import Progress
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 
 ROOT = Path(__file__).parents[4]
 

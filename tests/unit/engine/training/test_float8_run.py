@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import describe_float8
 from glm46.config.presets import PRESETS
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 
 TENSORWISE = {"recipe_name": "tensorwise", "experts_recipe_name": "rowwise", "emulate": True}
 GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
@@ -21,7 +21,7 @@ def run(make_config, folder: Path, steps: int, float8: dict, dtype: str = "float
     config = make_config(
         job={"dump_folder": str(folder)},
         training={"steps": steps, "mixed_precision_param": dtype},
-        optimizer={"name": "Muon", "ns_dtype": "float32"},
+        optimizer={"name": "Muon"},
         lr_scheduler={"total_tokens": 1000},  # the same rates, however many steps
         checkpoint={"interval": 100, "last_save_in_hf": True},
         float8=float8,

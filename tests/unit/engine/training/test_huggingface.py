@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from glm46.config.errors import UserError
-from glm46.engine.training.origin import refuse_origin
-from glm46.storage.huggingface.step_tensors import StepTensors
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
+from glm46.tasks.weights.start_folders import refuse_weights
+from tests.step_tensors import step_tensors
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp
     )
     assert train(first) == 0
     folder = tmp_path / "out/huggingface/step-000004"
-    trained = StepTensors(tmp_path / "out/checkpoint/step-000004")
+    trained = step_tensors(tmp_path / "out/checkpoint/step-000004")
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(theirs.lm_head.weight, trained["lm_head.weight"].bfloat16())
     bias = trained["layers.1.mlp.router.e_score_correction_bias"]
@@ -87,16 +87,13 @@ def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
         assert len(error.value.faults) >= 4 and last in error.value.faults[3], error.value.faults
 
 
-def test_a_teacher_without_its_config_is_told_so(make_config, tmp_path):
+def test_a_hugging_face_folder_without_its_config_is_refused(make_config, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").touch()
     start = {"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}
-    teacher = {"distillation": {"load_path": str(tmp_path / "hf")}}
-    with pytest.raises(
-        UserError, match=r"^finetune.distillation.load_path = '.*config.json: no such file; download it"
-    ):
-        refuse_origin(make_config(finetune=teacher, checkpoint=start))
+    with pytest.raises(UserError, match=r"^checkpoint.initial_load_path = '.*config.json: no such file; download it"):
+        refuse_weights(make_config(checkpoint=start))
     with pytest.raises(
         UserError, match="not a step folder but a Hugging Face folder; set checkpoint.initial_load_in_hf"
     ):
-        refuse_origin(make_config(checkpoint=start | {"initial_load_in_hf": False}))
+        refuse_weights(make_config(checkpoint=start | {"initial_load_in_hf": False}))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, and two workers
 import torch
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from scripts.measure.model_speed import Workload, race
 from scripts.measure.speed_with_peers import CONTESTANTS
 from tests.small_run import small_config

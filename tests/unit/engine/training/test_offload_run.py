@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
 from tests.unit.engine.training.test_float8_run import GATHERED
 
 
@@ -15,7 +15,7 @@ def run(make_config, folder: Path, steps: int, float8: dict, *, offload: bool) -
     config = make_config(
         job={"dump_folder": str(folder)},
         training={"steps": steps, "parameter_offload": offload},
-        optimizer={"name": "Muon", "ns_dtype": "float32", "state_offload": "cpu" if offload else "none"},
+        optimizer={"name": "Muon", "state_offload": "cpu" if offload else "none"},
         lr_scheduler={"total_tokens": 1000},  # the same rates, however many steps
         checkpoint={"interval": 100, "last_save_in_hf": steps == 4},
         float8=float8,

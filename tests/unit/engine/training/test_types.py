@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from glm46.config.check import check_config
+from glm46.engine.observe.observers import observing
 from glm46.engine.training import build, loop
 from glm46.tasks.pretrain.task import Pretraining
+from glm46.tasks.weights.weight_folders import WeightFolders
 
 FP32, BF16 = torch.float32, torch.bfloat16
 VALIDATION = {"enable": True, "freq": 1, "steps": 1}
@@ -22,12 +24,12 @@ def trained(config) -> dict[str, set[torch.dtype]]:
     def note(module, inputs, output) -> None:
         found["computed"] |= {inputs[0].dtype, output.dtype, *(weight.dtype for weight in module.parameters())}
 
-    def work(task, services, progress) -> int:
+    def work(task, services, progress, weights) -> int:
         network = task.network
         for name, module in network.models[0].named_modules():
             if name.endswith(("_proj", "experts")):
                 module.register_forward_hook(note)
-        assert loop.train(task, services, progress) == 0
+        assert loop.train(task, services, progress, weights) == 0
         assert math.isfinite(progress.tokens) and not progress.skipped_steps
         found["kept"] = {weight.dtype for weight in network.parameters.values()}
         states = network.optimizer.state_tensors()
@@ -35,7 +37,7 @@ def trained(config) -> dict[str, set[torch.dtype]]:
         return 0
 
     with mock.patch.object(build, "train", work):
-        assert build.run(config, Pretraining) == 0
+        assert build.run(config, Pretraining, WeightFolders(), observing) == 0
     return found
 
 

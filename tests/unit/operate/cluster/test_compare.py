@@ -9,7 +9,7 @@ from glm46.config.check import check_config
 from glm46.operate.cluster import compare
 from glm46.operate.cluster.compare import as_json, compare_hosts, from_json, print_table, worst
 from glm46.operate.cluster.preflight_ranks import small_plan
-from glm46.operate.cluster.ranks import least_copy_speed
+from glm46.operate.cluster.ranks import min_copy_speed
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, HostReport, Result
 from glm46.operate.estimate.plan_sizes import describe_layout
 
@@ -64,7 +64,7 @@ def test_a_host_is_drained_for_what_is_broken_and_not_for_what_a_config_has_wron
     "speeds, gpu, least", [([55.0, 54.0], "H100", 49.5), ([20.0, 20.0], "H100", 38.4), ([9.0], "L4", 8.1)]
 )
 def test_copies_of_slow_hosts_alone_are_below_what_their_link_gives(speeds, gpu, least):
-    assert least_copy_speed(speeds, gpu) == pytest.approx(least)
+    assert min_copy_speed(speeds, gpu) == pytest.approx(least)
 
 
 def test_the_small_model_keeps_the_degrees_that_fit_it(make_config):

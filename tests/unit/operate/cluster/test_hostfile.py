@@ -37,11 +37,6 @@ def test_without_ssh_and_with_options_that_exclude_each_other(tmp_path, monkeypa
     [
         (["--json", "/none/found.json"], ("--json /none/found.json", "folder that exists")),
         (["--json", "/"], ("--json /", "folder that exists")),
-        (["--prometheus", "notaurl"], ("--prometheus notaurl", "http://")),
-        (["--prometheus", "http:///x"], ("--prometheus http:///x", "http://")),
-        (["--prometheus", "ftp://host:21"], ("--prometheus ftp://host:21", "http://")),
-        (["--prometheus", "http://host:99999"], ("http://host:99999",)),
-        (["--prometheus", "http://[::1"], ("--prometheus http://[::1", "http://")),
     ],
 )
 def test_options_that_could_be_used_only_at_the_end_are_refused_before_any_check(options, words, monkeypatch):

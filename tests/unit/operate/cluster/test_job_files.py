@@ -41,22 +41,20 @@ def test_directives_of_pbs_are_legal():
 # Options of sbatch that a directive may hold, with the form of their values. Source: Slurm 22.05, sbatch.1.
 SLURM_DIRECTIVES = {
     "--job-name": r"\w+", "--nodes": r"\d+", "--ntasks-per-node": "1", "--gpus-per-node": r"\d+", "--exclusive": None,
-    "--time": r"\d+-\d\d:\d\d:\d\d", "--signal": r"B:USR1@\d+", "--requeue": None, "--no-kill": None,
+    "--time": r"\d+-\d\d:\d\d:\d\d", "--signal": r"B:USR1@\d+", "--requeue": None,
     "--open-mode": "append", "--output": "%x-%j.log",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["train", "spares"])
-def test_directives_of_slurm_are_legal_and_let_a_job_be_requeued(name):
-    lines = (DEPLOY / "slurm" / f"{name}.sbatch").read_text().splitlines()
+def test_directives_of_slurm_are_legal_and_let_a_job_be_requeued():
+    lines = (DEPLOY / "slurm" / "train.sbatch").read_text().splitlines()
     words = [line.split(maxsplit=1)[1].partition("=") for line in lines if line.startswith("#SBATCH")]
     options = {option: value if equals else None for option, equals, value in words}
     assert len(options) == len(words)
     for option, value in options.items():
         form = SLURM_DIRECTIVES[option]
         assert value is None if form is None else re.fullmatch(form, value), (option, value)
-    needed = set(SLURM_DIRECTIVES) - ({"--no-kill"} if name == "train" else set())
-    assert set(options) == needed
+    assert set(options) == set(SLURM_DIRECTIVES)
     assert int(options["--signal"].partition("@")[2]) >= 300  # a save, and the minute that Slurm may be early
 
 
@@ -116,7 +114,7 @@ JOB = """Job Id: 42.server
 \tmpiprocs=1:gpu_type=h100
     Resource_List.walltime = {walltime}
     run_count = {starts}
-    Variable_List = PBS_O_HOME=/me,PBS_O_WORKDIR=/w,CONFIG_FILE=my.toml,NODES=
+    Variable_List = PBS_O_HOME=/me,PBS_O_WORKDIR=/w,CONFIG_FILE=my.toml,NGPU=
 \t2,NCCL_SOCKET_IFNAME==ib0\\,ib1,OVERRIDES=--a.b\\,PATH=3,GONE=1
     group_list = g1
 """
@@ -130,7 +128,7 @@ def pbs(tmp_path):
         "bin/qstat": 'cat "$PBS_O_WORKDIR/job"',
         "bin/qsub": 'printf "%s\\n" "$@" > "$PBS_O_WORKDIR/submitted"; printf "%s\\n" 43.server',
         "run_train.sh": """echo "$@" > arguments; cat "$HOSTFILE" > hosts; cat "$GLM46_STATE" > found 2>/dev/null
-[ -z "$STATE" ] || echo "$STATE" > "$HOSTFILE.state"
+[ -z "$STATE" ] || echo "$STATE" > "$GLM46_STATE"
 if [ -n "$WAITS" ]; then trap 'echo USR1 > got; exit 75' USR1; trap 'echo TERM > got; exit 75' TERM
 touch ready; while :; do sleep 0.02; done; fi
 exit "$CODE\"""",
@@ -169,15 +167,13 @@ def state_files(folder: Path) -> list[str]:
 
 
 def test_a_job_of_pbs_that_was_stopped_is_submitted_again_with_its_request(pbs, tmp_path):
-    job = pbs(EXIT_STOPPED, "newest_step=7", NODES="2", OVERRIDES="--training.steps 9", NCCL_SOCKET_IFNAME="=ib0,ib1")
+    job = pbs(EXIT_STOPPED, "newest_step=7", NGPU="2", OVERRIDES="--training.steps 9", NCCL_SOCKET_IFNAME="=ib0,ib1")
     assert job.wait() == EXIT_STOPPED, job.stdout.read()
-    assert (tmp_path / "arguments").read_text().split() == shlex.split(
-        "--nodes 2 --max-restarts 100 --training.steps 9"
-    )
+    assert (tmp_path / "arguments").read_text().split() == shlex.split("--max-restarts 100 --training.steps 9")
     assert (tmp_path / "hosts").read_text().split() == ["n1.site", "n2.site", "n3.site"]
     # Names of variables, whose values qsub takes from the environment; no sum over nodes, no file of this job alone.
     assert submitted(tmp_path) == [
-        *("-N", "mine", "-q", "big", "-v", "GLM46_RUN,CONFIG_FILE,NODES,NCCL_SOCKET_IFNAME,OVERRIDES"),
+        *("-N", "mine", "-q", "big", "-v", "GLM46_RUN,CONFIG_FILE,NGPU,NCCL_SOCKET_IFNAME,OVERRIDES"),
         *("-A", "a1", "-m", "abe", "-W", "group_list=g1"),
         *("-l", "filesystems=home:eagle", "-l", "place=scatter:excl"),
         *("-l", "select=3:ncpus=96:ngpus=8:mpiprocs=1:gpu_type=h100", "-l", "walltime=48:00:00", str(PBS)),
@@ -330,10 +326,10 @@ def test_a_job_of_pbs_checks_its_hosts_before_it_trains(pbs, tmp_path):
     check = tmp_path / "scripts" / "preflight.sh"
     check.write_text('#!/bin/bash\necho "$@" > checked; cat "$2" >> checked; exit "$CHECK"\n')
     check.chmod(0o755)
-    job = pbs(PREFLIGHT="", CHECK="1", OVERRIDES="--a.b c", NODES="2")
+    job = pbs(PREFLIGHT="", CHECK="1", OVERRIDES="--a.b c")
     assert job.wait() == 1 and "preflight ended with exit code 1" in job.stdout.read()
     assert not (tmp_path / "arguments").exists() and not (tmp_path / "submitted").exists()
-    assert (tmp_path / "checked").read_text().split()[2:] == ["--a.b", "c", "n1.site", "n2.site"]
+    assert (tmp_path / "checked").read_text().split()[2:] == ["--a.b", "c", "n1.site", "n2.site", "n3.site"]
     assert state_files(tmp_path) == []
     assert pbs(PREFLIGHT="", CHECK="0").wait() == 0 and (tmp_path / "arguments").exists()
 
@@ -364,7 +360,7 @@ def test_preflight_of_a_job_gets_the_config_and_overrides_of_the_run_and_no_opti
     variables = {
         "PATH": f"{python.parent}:{os.environ['PATH']}", "CONFIG_FILE": "my run.toml", "NGPU": "4", "CODE": "0",
     }  # fmt: skip
-    words = ["--max-restarts", "3", "--a.b", "c d", "--nodes=2", "--hostfile", "hosts"]
+    words = ["--max-restarts", "3", "--a.b", "c d", "--max-restarts=2", "--hostfile", "hosts"]
     script = [str(DEPLOY.parent / "scripts" / "preflight.sh"), *words]
     assert subprocess.run(script, env=os.environ | variables, cwd=tmp_path).returncode == 0
     given = "preflight --quick --config my run.toml --nproc 4 --a.b c d --hostfile hosts"

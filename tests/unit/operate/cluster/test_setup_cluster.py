@@ -49,7 +49,7 @@ def cluster(tmp_path, monkeypatch):
     ({"nvme_path": "/tmp/my disk"}, ("--nvme-path /tmp/my disk", "letters")),
     ({"hostfile": None}, ("--hostfile", "not given", "NAME slots=N")),
     ({"hostfile": "nowhere"}, ("nowhere", "cannot be read")), ({"config": "nowhere.toml"}, ("nowhere.toml",)),
-    ({"output": "hosts/cluster"}, ("--output", "hosts/cluster", "cannot be written", "Not a directory")),
+    ({"output": "hosts/cluster"}, ("--output", "hosts/cluster", "hosts is a file", "set another folder")),
 ])  # fmt: skip
 def test_wrong_values_have_one_message_and_change_nothing(cluster, capsys, tmp_path, changed, words):
     before = sorted(tmp_path.iterdir())
@@ -91,8 +91,8 @@ def test_hosts_that_do_not_answer_are_all_named_and_nothing_is_changed(cluster, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "job", "directives"), [
-    ("ssh", None, {}), ("slurm", "submit_job.slurm", {"--nodes=3", "--gpus-per-node=2", "--no-kill"}),
-    ("pbs", "submit_job.pbs", {f"-l select=3:ncpus={len(os.sched_getaffinity(0))}:ngpus=2:mpiprocs=1"}),
+    ("ssh", None, {}), ("slurm", "submit_job.slurm", {"--nodes=2", "--gpus-per-node=2"}),
+    ("pbs", "submit_job.pbs", {f"-l select=2:ncpus={len(os.sched_getaffinity(0))}:ngpus=2:mpiprocs=1"}),
 ])  # fmt: skip
 def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path, kind, job, directives):
     """Three hosts, two of which train."""
@@ -106,23 +106,19 @@ def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path,
     assert done.returncode == 0, done.stderr
     assert stat.S_IMODE((tmp_path / "nvme").stat().st_mode) == 0o700
     hosts = (folder / "hostfile").read_text().splitlines()
-    assert hosts == [
-        "127.0.0.2 slots=2",
-        "127.0.0.1 slots=2",
-        "127.0.0.3 slots=2",
-    ]  # the master first, the last is a spare
+    assert hosts == ["127.0.0.2 slots=2", "127.0.0.1 slots=2"]  # the master first
     texts = {file.name: file.read_text() for file in folder.iterdir()}
     assert set(texts) == {"hostfile", "setup_env.sh", "launch.sh", *([job] if job else [])}
     for name in set(texts) - {"hostfile"}:
         assert subprocess.run(["bash", "-n", folder / name]).returncode == 0, name
-    assert "--nodes 2 " in texts["launch.sh"] and "MASTER_ADDR=127.0.0.2" in texts["launch.sh"]
+    assert "MASTER_ADDR=127.0.0.2" in texts["launch.sh"]
     assert f"\nexport CONFIG_FILE={tmp_path / 'debug.toml'}\n" in texts["setup_env.sh"]
     assert "\nexport NGPU=2\n" in texts["setup_env.sh"]
     if job:
         assert "export MASTER_ADDR" not in texts[job] + texts["setup_env.sh"]  # the first node of the job
         assert directives <= set(re.findall(r"^#(?:SBATCH|PBS) (.*)", texts[job], re.MULTILINE))
         before, after = texts[job].split(f". {folder}/setup_env.sh\n")
-        assert "export NODES=2" in after and "\nif" not in before and "#SBATCH" not in after and "#PBS" not in after
+        assert "\nif" not in before and "#SBATCH" not in after and "#PBS" not in after
     if kind == "ssh":  # the same texts, and nothing is changed
         (tmp_path / "nvme").rmdir()
         assert main(["setup-cluster", *words, "--dry-run"]) == 0

@@ -77,7 +77,7 @@ def test_energy_is_that_of_hosts_and_of_the_data_centre_too():
 def test_a_lower_efficiency_takes_longer_and_a_share_ends_at_1():
     config = load_config(TRAIN_CONFIGS / "glm45_air_pretrain.toml")
     plan, cluster = resolve_plan(config, 32, host_ranks=8), TargetCluster(accelerator_of("H100"), 32)
-    whole = run_cost(plan, cluster, None)
+    whole = run_cost(plan, cluster)
     days = sensitivity(plan, whole)
     assert all(less >= whole.days >= more for less, more in days.values())
     assert days["experts"][0] > whole.days > days["experts"][1]

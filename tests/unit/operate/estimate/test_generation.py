@@ -20,6 +20,7 @@ from glm46.operate.estimate.generation import (
 from glm46.operate.estimate.report import plan_run
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
 from glm46.run.layout import Layout
+from glm46.run.parameters import count_parameters
 from glm46.run.plan import resolve_plan
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -44,9 +45,7 @@ def flash_config(*overrides: str):
 
 def planned(recipe: str, world_size: int, *overrides: str, gpu_bytes: int = 0, **options):
     plan = resolve_plan(load_config(ROOT / f"train_configs/{recipe}.toml", overrides), world_size)
-    run = plan_run(
-        plan, cluster_of("H100", world_size), lambda *_: pytest.fail("no pipeline is simulated"), EngineOptions()
-    )
+    run = plan_run(plan, cluster_of("H100", world_size), EngineOptions())
     assert run.cost is not None
     cost = run.cost
     if gpu_bytes:
@@ -109,6 +108,17 @@ def test_engines_and_trainer_work_beside_each_other_with_staleness():
     assert planned(*recipe, completion_tokens=2000).generation < turns.generation / 3
     assert planned(*recipe, "--rollout.weights=broadcast").update < turns.update
     assert planned(*recipe, "--rollout.weights_dtype=fp8-block").update == pytest.approx(turns.update / 2)
+
+
+def test_each_server_gets_a_copy_of_the_weights_through_the_port_of_rank_0():
+    """`WeightSender` sends every bucket to the group of each server."""
+    recipe = ("glm47_flash_rl", 8, *SERVED, "--rollout.expert_parallel_degree=", "--rollout.weights=broadcast")
+    one_server = planned(*recipe, gpus=2, engine_gpus=2)
+    four_servers = planned(*recipe, gpus=8, engine_gpus=2)
+    assert (one_server.engines, four_servers.engines) == (1, 4)
+    assert four_servers.update == pytest.approx(4 * one_server.update)
+    parameters = count_parameters(one_server.engine.plan.shape).total
+    assert one_server.update == pytest.approx(2 * parameters / (400e9 / 8 * 0.95))
 
 
 def test_the_ranks_that_train_generate_with_kernels_from_the_host():

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES, ParallelismConfig
-from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.rank_parts import in_flight
 from glm46.run.stages import stages_of_rank
+from tests.unit.operate.estimate.pipeline_orders import pipeline_order
 
 CASES = [
     (name, ranks, each, micro_batches)

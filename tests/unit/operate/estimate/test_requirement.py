@@ -120,7 +120,7 @@ def test_a_schedule_that_this_torch_cannot_run_is_named(monkeypatch):
 def _planned(config: RunConfig, gpu="H100", world=None, here=None, **cluster) -> str:
     """The text of the plan, without a pipeline."""
     plan = resolve_plan(config, world)
-    run = plan_run(plan, TargetCluster(accelerator_of(gpu), plan.layout.world_size, **cluster), lambda *_: [])
+    run = plan_run(plan, TargetCluster(accelerator_of(gpu), plan.layout.world_size, **cluster))
     return plan_text(run, here and (here, judge_config(config, here, world)))
 
 
@@ -152,7 +152,7 @@ def test_a_plan_says_whether_it_fits_and_by_how_much():
 def test_the_numbers_of_a_plan_are_those_of_its_text():
     config = _run("GLM-4.6", seq_len=512, tokens=512 * 10**9, steps=None)
     plan = resolve_plan(config, 512)
-    run = plan_run(plan, TargetCluster(accelerator_of("H200"), 512, price=3.0), lambda *_: [])
+    run = plan_run(plan, TargetCluster(accelerator_of("H200"), 512, price=3.0))
     numbers, text = json.loads(json.dumps(plan_numbers(run))), plan_text(run)
     assert f"{numbers['days']:,.2f}" in text and f"${numbers['dollars']:,.0f}" in text
     assert f"{numbers['gpu_hours']:,.0f}" in text and f"{numbers['steps']:,}" in text

@@ -10,14 +10,13 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory, stage_memory, step_text
-from glm46.operate.estimate.pipeline_order import pipeline_order
-from glm46.operate.estimate.plan_sizes import batches_of, run_flops
+from glm46.operate.estimate.plan_sizes import batches_of, bubble, run_flops
 from glm46.operate.estimate.report import plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.operate.estimate.timeline import bubble, simulate
 from glm46.run.flops import training_flops
 from glm46.run.plan import Plan, resolve_plan
+from tests.unit.operate.estimate.pipeline_orders import pipeline_order, simulate
 
 B, T = 10**9, 10**12
 LENGTHS = [32_768, 65_536, 131_072, 196_608]
@@ -57,7 +56,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_a_plan_of_four_stages_is_one_screen():
-    text = plan_text(plan_run(resolve_plan(run()), TargetCluster(accelerator_of("H100"), 8192), pipeline_order))
+    text = plan_text(plan_run(resolve_plan(run()), TargetCluster(accelerator_of("H100"), 8192)))
     assert len(text.splitlines()) <= 65 and max(map(len, text.splitlines())) <= 140
     rows = text.split("stages of text\n")[1].splitlines()[1:5]
     assert [cells(row)[:6] for row in rows] == [

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from glm46.config.errors import UserError
-from glm46.config.finetune import DistillationConfig, FineTuneConfig, PreferenceConfig
-from glm46.config.parallelism import ParallelismConfig
+from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.presets import PRESETS
 from glm46.config.rl import RLConfig
 from glm46.config.run_config import RunConfig
@@ -18,13 +17,11 @@ from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds, forward_steps, waits_for_tokens
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
-from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.plan_sizes import batches_of, hugging_face_bytes
 from glm46.operate.estimate.roofline import Roofline
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import StepTime, _micro_batch, step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
-from glm46.operate.estimate.timeline import simulate
 from glm46.operate.estimate.traffic import step_traffic
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.flops import attention_flops, training_flops
@@ -52,7 +49,7 @@ def predicted(config: RunConfig, gpu="H100", world=None, network=400.0, **effici
     cluster = TargetCluster(
         accelerator_of(gpu), plan.layout.world_size, 8, network, efficiencies=Efficiencies(**efficiencies)
     )
-    return step_time(plan, 0, batches_of(plan, 0)[1], cluster, pipeline_order)
+    return step_time(plan, 0, batches_of(plan, 0)[1], cluster)
 
 
 def test_a_preference_adds_a_forward_of_its_reference():
@@ -70,24 +67,6 @@ def test_a_preference_adds_a_forward_of_its_reference():
             # One forward, of which forward and backward are three, and its gathers, which no other work hides here.
             waited = sft.parts["waiting for weights and gradients"]
             assert 0.3 * computed + 0.1 * waited < added < 0.35 * (computed + waited)
-
-
-def test_a_teacher_adds_a_forward_and_a_stored_one_none():
-    """And the cross-entropy beside a temperature another run of the head."""
-    config = run(steps=1)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"num_nextn_predict_layers": 0})})
-
-    def taught(**keys) -> StepTime:
-        finetune = FineTuneConfig(distillation=DistillationConfig(**keys))
-        return predicted(config.model_copy(update={"finetune": finetune}))
-
-    plain, stored, loaded = predicted(config), taught(stored_path="values"), taught(load_path="teacher")
-    assert stored.parts == plain.parts
-    assert loaded.parts.keys() - plain.parts.keys() == {"passes without gradient"}
-    apart = taught(stored_path="values", temperature=2.0)
-    assert apart.parts == stored.parts
-    twice = taught(stored_path="values", temperature=2.0, sft_weight=0.5)
-    assert sum(twice.parts.values()) > sum(stored.parts.values()) and twice.model_flops == stored.model_flops
 
 
 def test_kto_adds_three_forwards_and_losses_without_a_reference_none():
@@ -120,17 +99,6 @@ def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a
     assert steps["grpo"] == steps["none"] == steps["one step"]
     critic = steps["ppo"].pop("critic")
     assert steps["ppo"] == steps["grpo"] and critic == pytest.approx(sum(steps["ppo"].values()))
-
-
-def test_an_update_moves_no_offloaded_reference():
-    config, task = run(global_batch_size=8, optimizer={"state_offload": "cpu"}), {"prompts_per_rollout": 1}
-    times = [
-        predicted(
-            config.model_copy(update={"rl": RLConfig.model_validate(task | {"kl": {"weight": 0.1}} | keys)}), world=8
-        )
-        for keys in ({}, {"reference_offload": True})
-    ]
-    assert times[0].seconds == times[1].seconds
 
 
 def planned_work(part: str, shape, layout=ONE, **options) -> tuple[float, int]:
@@ -282,29 +250,17 @@ def test_links_inside_and_between_nodes():
     assert not cluster.link(1, 16).inside_node and cluster.link(1, 4).inside_node
 
 
-COSTS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
-
-
-def test_a_timeline_waits_for_slow_stages_and_links():
-    layout = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="GPipe")
-    order = pipeline_order(layout, 2)
-    even = simulate(order, lambda kind, stage: COSTS[kind])
-    assert even.seconds == 9 and even.bubble == pytest.approx(1 / 3)
-    assert [block.start for block in even.blocks if block.rank == 1] == [1, 2, 3, 5]
-    slow = simulate(order, lambda kind, stage: COSTS[kind] * (3 if stage else 1))
-    assert slow.seconds == 1 + 3 * 6 + 2 and slow.busy(0) == 6
-    assert simulate(order, lambda kind, stage: COSTS[kind], lambda stage: 0.5).seconds == 9 + 2 * 0.5
-
-
 def test_a_pipelined_step_has_the_bubble_of_its_schedule():
-    """Equal stages: the bubble is that of the formula, plus what stages wait for each other's transfers."""
+    """With equal stages it would be that of the formula; here the slowest rank waits for ranks that take less time."""
     layout = {"pipeline_parallel_degree": 4, "data_parallel_shard_degree": 8}
-    config = run("GLM-4.6", layout, global_batch_size=64, seq_len=1024)
-    time = predicted(config)
-    assert time.timeline is not None and 3 / 11 < time.timeline.bubble < 0.45
-    assert time.parts["pipeline bubble"] > 0
-    more = predicted(run("GLM-4.6", layout, global_batch_size=512, seq_len=1024))
-    assert more.timeline.bubble < time.timeline.bubble
+    few = run("GLM-4.6", layout, global_batch_size=64, seq_len=1024)
+    many = run("GLM-4.6", layout, global_batch_size=512, seq_len=1024)
+    shares = []
+    for config in (few, many):
+        step = predicted(config)
+        shares.append(step.parts["pipeline bubble"] / step.seconds)
+    assert 0.8 * 3 / 11 < shares[0] < 3 / 11
+    assert 0.8 * 3 / 67 < shares[1] < 3 / 67
 
 
 def test_the_cost_of_a_run_is_the_sum_of_its_steps():
@@ -313,17 +269,17 @@ def test_the_cost_of_a_run_is_the_sum_of_its_steps():
     )
     plan = resolve_plan(config, 2)
     cluster = TargetCluster(accelerator_of("H100"), 2, price=2.5)
-    cost = run_cost(plan, cluster, pipeline_order)
+    cost = run_cost(plan, cluster)
     clock, steps, seconds = 0, 0, 0.0
     while clock < plan.budget_tokens:
         rows = batch_sequences(config.training.global_batch_size, clock, plan.rows_per_micro_batch)
         clock, steps = clock + rows * 128, steps + 1
-        seconds += step_time(plan, 0, rows, cluster, pipeline_order).seconds
+        seconds += step_time(plan, 0, rows, cluster).seconds
     assert cost.steps == steps
     assert cost.days * 86_400 == pytest.approx(seconds, rel=0.01)  # the last step is cut off
     assert cost.gpu_hours == pytest.approx(2 * seconds / 3600, rel=0.01)
     assert cost.dollars == pytest.approx(2.5 * cost.gpu_hours)
-    assert run_cost(plan, replace(cluster, price=None), pipeline_order).dollars is None
+    assert run_cost(plan, replace(cluster, price=None)).dollars is None
 
 
 def test_steps_of_stages():
@@ -471,7 +427,7 @@ def test_measured_efficiencies(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "rows"), [(8, {"ep_host": 5.34}), (32, {"ep_hosts": 3.63, "ep_host": 7.36})])
 def test_tokens_that_travel_in_two_levels_are_counted_by_level(ranks, rows):
-    """d(p) of GLM-4.5-Air in nodes of eight: the table of docs/parallelism.md, here with a rank's own rows."""
+    """d(p) of GLM-4.5-Air in nodes of eight: the table of docs/experts.md, here with a rank's own rows."""
     for chunks in (1, 2):
         parallelism = {"expert_parallel_degree": ranks, "expert_exchange_chunks": chunks}
         plan = resolve_plan(run(parallelism=parallelism), 32, host_ranks=8)

@@ -1,9 +1,11 @@
 """Hostfiles as DeepSpeed and Open MPI write them; a line of another form is refused with its number."""
 
+from pathlib import Path
+
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.operate.launch.hostfile import Host, read_hostfile
+from glm46.operate.launch.hostfile import Host, read_hostfile, refuse_hosts
 
 
 def test_lines_of_every_form_are_read(tmp_path):
@@ -63,3 +65,30 @@ def test_a_file_of_another_kind_has_few_and_short_faults(content, faults, tmp_pa
         read_hostfile(file)
     assert len(caught.value.faults) == faults and all(len(fault) < 300 for fault in caught.value.faults)
     assert "state a file of hosts" in caught.value.faults[-1] or faults == 1
+
+
+TWO = [Host(1, "a", slots=8), Host(2, "b", slots=8)]
+
+
+@pytest.mark.parametrize(("named", "processes", "variables", "words"), [
+    ([*TWO, Host(9, "A", "root", 8)], None, {}, "a stands on lines 1, 9; write each host once"),
+    ([*TWO, Host(3, "c")], None, {}, "have the values none, 8; all nodes run the same number"),
+    ([*TWO, Host(3, "c", slots=4)], None, {}, "have the values 4, 8"), (TWO, 4, {}, "have the values 4, 8"),
+    ([Host(1, "localhost"), Host(2, "b")], None, {}, "the first host, localhost, is another machine for each node"),
+    (TWO, None, {"MASTER_ADDR": "127.0.0.1"}, "the first host, 127.0.0.1, is another machine"),
+    (TWO, None, {"NNODES": "2"}, "is run once; unset NNODES"),
+    (TWO, None, {"SLURM_NODEID": "1"}, "start it outside srun"),
+])  # fmt: skip
+def test_hostfiles_that_cannot_be_are_refused(named, processes, variables, words):
+    with pytest.raises(UserError) as caught:
+        refuse_hosts(named, processes, variables, Path("hosts"))
+    (fault,) = caught.value.faults
+    assert fault.startswith("--hostfile hosts: ") and words in fault
+
+
+def test_hostfiles_that_can_be_are_accepted():
+    refuse_hosts(TWO, None, {"SLURM_NODEID": "0"}, Path("hosts"))
+    refuse_hosts(TWO, 8, {}, Path("hosts"))
+    refuse_hosts([Host(1, "a"), Host(2, "b")], 4, {}, Path("hosts"))
+    refuse_hosts([Host(1, "localhost"), Host(2, "127.0.0.2")], None, {}, Path("hosts"))
+    assert refuse_hosts([Host(1, "localhost"), Host(2, "b")], None, {"MASTER_ADDR": "a"}, Path("hosts")) is None

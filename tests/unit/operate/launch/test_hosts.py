@@ -1,408 +1,335 @@
-"""The ssh clients of a hostfile's nodes, with a small program in place of the launcher; real ones: tests/ranks."""
+"""Commands on hosts over a stand-in for ssh, with small programs in place of the launcher; real ones: tests/ranks."""
 
-import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
+from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from glm46.config.errors import UserError
 from glm46.engine.observe.start_times import StartTimes
-from glm46.operate.launch import hosts, node_client
-from glm46.operate.launch.host_group import module_command, places
+from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED
+from glm46.operate.launch import launch_hosts
 from glm46.operate.launch.hostfile import Host
-from glm46.operate.launch.hosts import HostNodes, describe_nodes
+from glm46.operate.launch.launch_hosts import HostRun, unreachable
+from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE
+from glm46.operate.launch.ssh_hosts import (
+    HostProcesses,
+    client_words,
+    in_this_folder,
+    module_words,
+    places,
+    run_on_hosts,
+    stoppable,
+)
+from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
 from tests.fake_ssh import UNREACHABLE, write_ssh
 from tests.processes import HANG_SECONDS, wait_until
 from tests.ranks.interrupts import MARK, left_behind
 
-ROOT = Path(__file__).parents[4]
+HOSTS = [Host(1, "one"), Host(2, "two", "me")]
 TIMES = StartTimes("the command")
-GOOD = {"versions": "glm46 1, torch 2", "config": "a", "processes": 1, "faults": []}
-# With the real ends of the connection: `Driver`, and the signals of a launcher that has no ranks.
-NODE = """
-import signal, subprocess, sys, time
-from types import SimpleNamespace
-from glm46.operate.launch.node_client import Driver
-from glm46.operate.launch.torchrun import LauncherSignals
-if {deaf}:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-driver = Driver(SimpleNamespace(number=None) if {deaf} else LauncherSignals())
-codes = {codes}
-while codes and (order := driver.next_order()):
-    if driver.answer(**{answer}) is not None:
-        print("works", *order.values(), flush=True)
-        time.sleep({seconds})
-        ranks = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range({ranks} if codes[0] else 0)]
-        for rank in ranks:
-            rank.wait()
-        print("is done")
-        driver.report(code=codes.pop(0), **{end})
-driver.next_order()
-"""
 
 
-def node(
-    *codes: int, seconds: float = 0.0, ranks: int = 0, deaf: bool = False, end: dict | None = None, **answer
-) -> str:
-    """The command of a node that answers, works for a time, and reports an exit code; again for each further code.
-
-    Args:
-        ranks: processes that work without end after the time, in a start whose code is not 0.
-    """
-    parts = {"codes": list(codes or [0]), "seconds": seconds, "ranks": ranks, "deaf": deaf, "end": end or {}}
-    text = NODE.format(answer={**GOOD, **answer}, **parts)
-    return f"PYTHONPATH={ROOT} exec {sys.executable} -c {shlex.quote(text)}"
+@pytest.fixture(autouse=True)
+def mark(tmp_path, monkeypatch):
+    """A value by which all processes of a test are found; none may outlive it."""
+    value = f"{os.getpid()}-{tmp_path.name}"
+    monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv(MARK, value)
+    yield value
+    own = {os.getpid()}
+    wait_until(lambda: not set(left_behind(value)) - own, "a process outlived the command")
 
 
-def shown(nodes: HostNodes) -> list[str]:
-    return [f"{describe_nodes(names)}: {fault}" for fault, names in nodes.faults().items()]
+def program(text: str) -> str:
+    """Words for `env` that run a program of Python, with the mark of this test."""
+    return f"{MARK}={os.environ[MARK]} {sys.executable} -uISc {shlex.quote(text)}"
 
 
-def answers(nodes: HostNodes, count: int) -> None:
-    """Wait until so many nodes have answered."""
-    while sum(one.has_answered for one in nodes._nodes) < count:
-        one, event = nodes._events.get(timeout=HANG_SECONDS)
-        one.take(event) or one.held.append(event)
+def processes(*programs: str) -> HostProcesses:
+    """Programs on as many hosts."""
+    commands = []
+    for number, text in enumerate(programs):
+        host = Host(number, f"h{number}")
+        commands.append((host.name, client_words(host, stoppable(program(text), 1))))
+    return HostProcesses(commands, stop_seconds=1)
 
 
-def when_told_to_train(nodes: HostNodes, act: Callable[[], object]) -> None:
-    """Call a function once the nodes have their order; before, a signal would end this process."""
-    send = nodes._send
+WAIT = "import signal, time\nprint('waits')\ntime.sleep(1000)"
+TELL = """import signal, sys, time
+def end(number, _):
+    print('got', signal.Signals(number).name)
+    sys.exit(number)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, end)
+print('waits')
+time.sleep(1000)"""
+DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('waits')\ntime.sleep(1000)"
 
-    def send_then_act(**message) -> None:
-        send(**message)
-        if "go" in message:
-            act()
 
-    nodes._send = send_then_act
+def test_a_command_for_a_host_begins_in_this_folder_with_variables_and_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    words = module_words({"NCCL_DEBUG": "a $b"}, ["launch", "--x", "it's"])
+    assert shlex.split(words) == ["env", "NCCL_DEBUG=a $b", sys.executable, "-m", "glm46", "launch", "--x", "it's"]
+    text = "import os\nprint(os.getcwd(), os.environ['FAKE_SSH_HOST'])"
+    [answer] = run_on_hosts([HOSTS[1]], [in_this_folder(f"env {program(text)}")], HANG_SECONDS)
+    assert answer.code == 0 and f"{tmp_path / 'a b'} me@two" in answer.output
+
+
+def test_srun_starts_one_process_on_the_named_node():
+    words = client_words(Host(3, "n3"), "true", "srun")
+    assert words[0] == "srun" and "--nodelist=n3" in words and words[-3:] == ["sh", "-c", "true"]
+
+
+def test_each_host_gets_its_place_and_the_address_of_the_first():
+    assert places(HOSTS, {}) == [
+        {"MASTER_ADDR": "one", "NNODES": "2", "NODE_RANK": "0"},
+        {"MASTER_ADDR": "one", "NNODES": "2", "NODE_RANK": "1"},
+    ]
+    assert {place["MASTER_ADDR"] for place in places(HOSTS, {"MASTER_ADDR": "10.0.0.1"})} == {"10.0.0.1"}
+
+
+def test_answers_have_code_output_and_a_reason(tmp_path):
+    hosts = [Host(1, "good"), Host(2, UNREACHABLE), Host(3, "slow")]
+    good, lost, slow = run_on_hosts(hosts, ["echo hello; exit 3", "true", "exec sleep 1000"], 5.0)
+    assert good.code == 3 and "hello" in good.output
+    assert lost.code == 255 and "No route to host" in lost.reason()
+    assert slow.code is None
+
+
+def test_without_a_client_the_program_to_install_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="ssh is not on PATH; install the OpenSSH client"):
+        run_on_hosts([HOSTS[0]], ["true"], 5.0)
+    with pytest.raises(UserError, match="srun is not on PATH; start it in an allocation of Slurm"):
+        run_on_hosts([HOSTS[0]], ["true"], 5.0, "srun")
+
+
+def test_lines_have_the_name_of_their_host_and_the_end_of_all_follows_the_first(capfd):
+    with closing(processes("print('works')\nraise SystemExit(7)", WAIT)) as running:
+        end = running.next_end()
+    assert (end.place, end.code) == (0, 7)
+    assert "h0: works\n" in capfd.readouterr().out
+
+
+def test_a_command_that_ignores_sigterm_is_killed_at_the_end_of_its_input(capfd):
+    running = processes(DEAF)
+    assert running.next_end(time.monotonic() + 0.1) is None
+    began = time.monotonic()
+    running.close()
+    assert time.monotonic() - began < HANG_SECONDS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_command_by_name(number, capfd):
+    with closing(processes(TELL)) as running:
+        shown = ""
+        while "waits" not in shown:
+            running.next_end(time.monotonic() + 0.05)
+            shown += capfd.readouterr().out
+        running.send(number)
+        assert running.next_end().code == number
+    assert f"h0: got {number.name}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_signal_that_is_sent_with_the_start_ends_the_command(attempt):
+    with closing(processes(WAIT)) as running:
+        running.send(signal.SIGTERM)
+        assert running.next_end(time.monotonic() + HANG_SECONDS).code == 128 + signal.SIGTERM
+
+
+def test_a_command_on_this_machine_ends_with_its_connection(mark, capfd):
+    running = HostProcesses([("here", ["sh", "-c", stoppable(program(DEAF), 1)])], stop_seconds=1)
+    shown = ""
+    while "waits" not in shown:
+        running.next_end(time.monotonic() + 0.05)
+        shown += capfd.readouterr().out
+    running.disconnect()
+    wait_until(lambda: not set(left_behind(mark)) - {os.getpid()}, "a command outlived its client")
+
+
+def test_what_a_command_leaves_behind_does_not_delay_its_end():
+    with closing(processes("import subprocess\nsubprocess.Popen(['sleep', '1000'])\nraise SystemExit(3)")) as running:
+        assert running.next_end(time.monotonic() + HANG_SECONDS).code == 3
+
+
+def test_a_deadline_holds_while_output_comes(capfd):
+    with closing(processes("while True:\n    print('more')")) as running:
+        began = time.monotonic()
+        assert running.next_end(began + 0.2) is None
+        assert time.monotonic() - began < 10.0
+
+
+def test_a_killed_driver_leaves_no_command(mark, tmp_path):
+    child = os.fork()
+    if child == 0:
+        sys.stdout = (tmp_path / "out").open("w")  # pytest's own would be a file of its capture
+        processes(WAIT, DEAF).next_end()
+        os._exit(0)
+    wait_until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text().count("waits") == 2)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    wait_until(lambda: not set(left_behind(mark)) - {os.getpid()}, "a command outlived its driver")
+
+
+class Runs:
+    """Starts of small programs in place of the launcher."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+
+    def start(self, *programs: str) -> HostRun:
+        """One program on each host."""
+        texts = iter(programs)
+        self._monkeypatch.setattr(launch_hosts, "module_words", lambda variables, arguments: program(next(texts)))
+        return HostRun([Host(number, f"h{number}") for number in range(len(programs))], [], TIMES)
 
 
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A function that starts nodes with these commands; a test fails if a process of one is left behind."""
-    mark = tmp_path.name
-    monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
-
-    @contextmanager
-    def start(*commands: str, names=("a", "b", "c"), restarts=False, training=99):
-        hosts = [Host(i + 1, name) for i, name in enumerate(names[: len(commands)])]
-        programs = "".join(
-            f"*@{host.name}|{host.name}) {command};;" for host, command in zip(hosts, commands, strict=True)
-        )
-        nodes = HostNodes(restarts=restarts)
-        nodes.hosts, nodes.command = hosts, f'export {MARK}={mark}; case "$FAKE_SSH_HOST" in {programs} esac'
-        try:
-            trains = hosts[:training]
-            nodes.connect(trains, hosts[training:], nodes.command, [{"number": 0}] * len(trains))
-            yield nodes
-        finally:
-            nodes.close()
-            wait_until(lambda: not left_behind(mark), "a process was left behind")
-
-    return start
+def runs(monkeypatch) -> Runs:
+    return Runs(monkeypatch)
 
 
-@pytest.mark.slow
-def test_every_fault_is_named_once_before_any_node_starts(cluster, capsys):
-    old = {"versions": "glm46 1, torch 1"}
-    names = ["a", UNREACHABLE, "c", "d", "e", "f", "g", "h"]
-    commands = [node(faults=["no space"]), node(), "cd /nowhere && exec true", *[node(**old, faults=["no space"])] * 5]
-    with cluster(*commands, names=names) as nodes:
-        faults = shown(nodes)
-    assert len(faults) == 4
-    assert faults[0] == "a, d, e, f and 2 other nodes: no space"
-    assert faults[1].startswith(
-        f"{UNREACHABLE}: cannot be reached: ssh: connect to host {UNREACHABLE} port 22: No route"
-    )
-    assert f"`ssh -o BatchMode=yes {UNREACHABLE} true` must succeed" in faults[1]
-    assert faults[2].startswith("c: the launcher cannot run there, exit code ") and "/nowhere" in faults[2]
-    assert str(Path.cwd()) in faults[2] and sys.executable in faults[2]
-    assert faults[3].startswith(
-        "d, e, f, g and 1 other node: has glm46 1, torch 1, and a has glm46 1, torch 2; install"
-    )
-    assert "works" not in capsys.readouterr().out
+FINISH = "raise SystemExit({})"
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    ({"config": "b"}, "b: its config file differs from that of a"),
-    ({"processes": 4}, "b: would start 4 processes, and a 1; state slots=N"),
+@pytest.mark.parametrize(("codes", "expected"), [
+    ((0, 0), 0), ((EXIT_STOPPED, EXIT_STOPPED), EXIT_STOPPED), ((0, EXIT_STOPPED), EXIT_STOPPED), ((2, 0), 2),
+    ((EXIT_STOPPED, EXIT_HANG), EXIT_HANG),
 ])  # fmt: skip
-def test_nodes_that_differ_are_refused(answer, words, cluster):
-    with cluster(node(), node(**answer)) as nodes:
-        (fault,) = shown(nodes)
-    assert fault.startswith(words)
+def test_the_code_of_a_run_is_the_code_of_its_hosts(runs, codes, expected):
+    end = runs.start(*map(FINISH.format, codes)).wait()
+    assert end.code == expected and not end.is_final
 
 
-def test_a_node_that_does_not_answer_is_named(cluster, monkeypatch):
-    monkeypatch.setattr(node_client, "ANSWER_SECONDS", 10.0)
-    with cluster(node(), "echo hello; cat >/dev/null") as nodes:  # ends with its input
-        answers(nodes, 1)
-        monkeypatch.setattr(hosts, "ANSWER_SECONDS", 0.0)
-        assert shown(nodes) == ["b: no answer within 10 s; see what `ssh -o BatchMode=yes b true` does"]
+def test_a_host_that_fails_ends_the_others_and_is_named_once(runs, monkeypatch, capfd):
+    monkeypatch.setattr(launch_hosts, "_FOLLOW_SECONDS", 0.5)
+    run = runs.start(FINISH.format(1), DEAF, TELL)
+    end = run.wait()
+    assert end.code == 1 and end.failed_at is not None and not end.is_final and run.lost == []
+    assert capfd.readouterr().err.splitlines() == ["error: h0: ended with exit code 1; all nodes are stopped"]
 
 
-@pytest.mark.slow
-def test_output_has_the_name_of_its_node_and_good_ends_are_waited_for(cluster, capfd):
-    with cluster(node(), node(seconds=0.5)) as nodes:
-        assert nodes.faults() == {}
-        assert nodes.run(TIMES) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert sorted(lines) == sorted(f"{name}: {said}" for name in "ab" for said in ("Welcome!", "works 0", "is done"))
+def test_a_killed_launcher_is_a_failure_that_a_restart_follows(runs):
+    end = runs.start("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", WAIT).wait()
+    assert end.code == EXIT_FAILED_RANK and not end.is_final
 
 
-def test_an_answer_inside_a_line_of_a_rank_hides_no_text(cluster, capfd):
-    command = node().replace("driver.report(", 'print("step 7: los", end=""); driver.report(')
-    with cluster(command) as nodes:
-        assert nodes.faults() == {}
-        assert nodes.run(TIMES) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == "a: step 7: los"
+def test_a_lost_connection_ends_the_run_with_the_code_for_a_restart(runs, capfd):
+    run = runs.start(FINISH.format(255), WAIT)
+    assert run.wait().code == 1 and run.lost == ["h0"]
+    assert "error: h0: the connection was lost; all nodes are stopped" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, capfd):
-    """One node ends at SIGTERM, the other one ignores it and is killed."""
-    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 4.0)
-    with cluster(node(seconds=1000), node(7), node(seconds=1000, deaf=True)) as nodes:
-        assert nodes.faults() == {}
-        assert nodes.run(TIMES) == 7
-    said = capfd.readouterr()
-    assert said.err == "error: b: ended with exit code 7; all nodes are stopped\n"
-    assert "a: stopped by SIGTERM" in said.out and "c: killed: the other nodes have ended" in said.out
+@pytest.mark.parametrize(("number", "codes", "expected"), [
+    (signal.SIGUSR1, (EXIT_STOPPED, EXIT_STOPPED), EXIT_STOPPED), (signal.SIGINT, (130, 130), 130),
+    (signal.SIGTERM, (1, EXIT_STOPPED), EXIT_STOPPED),
+])  # fmt: skip
+def test_a_signal_reaches_all_hosts_and_no_start_follows(runs, tmp_path, number, codes, expected):
+    texts = []
+    for place, code in enumerate(codes):
+        text = TELL.replace("sys.exit(number)", f"sys.exit({code})")
+        texts.append(text.replace("print('waits')", f"open({str(tmp_path / str(place))!r}, 'w').close()"))
+    run = runs.start(*texts)
+    wait_until(lambda: all((tmp_path / str(place)).exists() for place in range(len(codes))))
+    os.kill(os.getpid(), number)
+    end = run.wait()
+    assert end.code == expected and end.is_final
 
 
-@pytest.mark.slow
-def test_a_stopped_node_does_not_hide_a_failure(cluster):
-    with cluster(node(75), node(1, seconds=1.0)) as nodes:
-        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
-    with cluster(node(75), node(0, seconds=0.5)) as nodes:
-        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 75)
-
-
-@pytest.mark.slow
-def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, capfd):
-    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
-    with cluster(node(seconds=1000), node(seconds=1000)) as nodes:
-        assert nodes.faults() == {}
-        when_told_to_train(nodes, nodes._nodes[1].disconnect)
-        assert nodes.run(TIMES) == 1
-    assert "error: b: the connection was lost; all nodes are stopped" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [128 + signal.SIGKILL, 253])
-def test_a_launcher_that_is_killed_on_its_node_is_a_lost_connection(code, cluster, monkeypatch, capfd):
-    """srun ends with the first code after a signal, with the second one if memory ran out; ssh ends with 255."""
-    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
-    killed = node().replace("driver.report(", f"import os; os._exit({code}); driver.report(")
-    with cluster(killed, node(seconds=1000)) as nodes:
-        assert nodes.faults() == {}
-        assert nodes.run(TIMES) == 1
-        assert [host.name for host in nodes.disconnected_hosts()] == ["a"]
-    assert "error: a: the connection was lost; all nodes are stopped" in capfd.readouterr().err
-
-
-def test_messages_of_two_threads_never_share_a_line():
-    """Unbuffered, as srun passes PYTHONUNBUFFERED on: answers come from one thread and reports from another."""
-    program = """
-import threading
-from types import SimpleNamespace
-from glm46.operate.launch.node_client import Driver
-driver = Driver(SimpleNamespace(number=None))
-work = lambda: [driver.report(is_alive=True) for _ in range(2000)]
-threads = [threading.Thread(target=work) for _ in range(2)]
-for step in ("start", "join"):
-    for thread in threads:
-        getattr(thread, step)()
-"""
-    done = subprocess.run(
-        [sys.executable, "-uc", program], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines() == ['glm46-node: {"is_alive": true}'] * 4000, done.stderr
-
-
-@pytest.mark.slow
-def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(cluster, monkeypatch, capfd):
-    """One node has answered before training and never again, as after a cut of its network."""
-    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 4.0)
-    line = "glm46-node: " + json.dumps({**GOOD, "newest_step": 8})
-    silent = f"echo {shlex.quote(line)}; exec cat >/dev/null"  # ends with its input
-    failed = node(76, seconds=0.3, end={"newest_step": 12, "hung_ranks": [1], "failed_at": 5.0})
-    with cluster(failed, silent, node(seconds=1000, deaf=True), restarts=True) as nodes:
-        assert nodes.faults() == {}
-        assert nodes.run(TIMES) == 76
-        assert [host.name for host in nodes.lost_hosts()] == ["b"] and nodes.disconnected_hosts() == []
-        assert (nodes.newest_step, nodes.hung_ranks, nodes.failed_at) == (12, {1}, 5.0)
-    assert "c: killed: the other nodes have ended" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_node_that_was_silent_before_a_failure_is_lost_at_once(cluster, monkeypatch):
-    """As after a cut of its network: other ranks miss its ranks later than the driver misses its launcher."""
-    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 100.0)
-    monkeypatch.setattr(hosts, "_SILENT_SECONDS", 1000.0)
-    monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
-    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec cat >/dev/null"  # ends with its input
-    with cluster(node(76, seconds=2.0), silent, restarts=True) as nodes:
-        assert nodes.faults() == {}
-        found, client = [], nodes._nodes[1]
-        ask, disconnect = client.ask, client.disconnect
-
-        def ask_long_ago() -> None:
-            ask()
-            client.asked_at = time.monotonic() - 200.0
-
-        client.ask = ask_long_ago
-        client.disconnect = lambda *left: (found.append((nodes.failed_at, time.time())), disconnect(*left))
-        assert nodes.run(TIMES) == 76
-        assert [host.name for host in nodes.lost_hosts()] == ["b"]
-        # Not before the failure, without which it does not matter; and not an answer's time after it.
-        failed_at, lost_at = found[0]
-        assert failed_at is not None and lost_at - failed_at < 60.0
-
-
-@pytest.mark.slow
-def test_a_silent_node_is_lost_without_the_failure_of_another_one(cluster, monkeypatch, capfd):
-    """As after a cut of its network within a long step. The ranks of the others are killed soon."""
-    monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(hosts, "_SILENT_SECONDS", 5.0)
-    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec cat >/dev/null"  # ends with its input
-    programs = node(1, ranks=1), silent, node(1, ranks=1)
-    with cluster(*programs, restarts=True) as nodes:
-        assert nodes.faults() == {}
-        began = time.monotonic()
-        assert nodes.run(TIMES) == 1
-        assert 5.0 < time.monotonic() - began < HANG_SECONDS
-        assert [host.name for host in nodes.lost_hosts()] == ["b"] and nodes.disconnected_hosts() == []
-        assert all(client.is_connected for client in nodes._clients.values() if client.name != "b")
-    assert capfd.readouterr().err == "error: b: no answer for 5 s; all nodes are stopped\n"
-
-
-def test_a_launcher_that_is_suspended_for_seconds_is_not_lost(cluster, monkeypatch):
-    """Its answer comes late, and none is owed then."""
-    monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(hosts, "_SILENT_SECONDS", HANG_SECONDS)
-    with cluster(node(seconds=1000), node(seconds=1000), restarts=True) as nodes:
-        assert nodes.faults() == {}
-        client, found = nodes._nodes[1], []
-
-        def pause() -> None:
-            os.killpg(client._client.pid, signal.SIGSTOP)
-            asked = wait_until(lambda: client.asked_at)
-            os.killpg(client._client.pid, signal.SIGCONT)
-            found.append(wait_until(lambda: client.asked_at != asked))
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        when_told_to_train(nodes, threading.Thread(target=pause).start)
-        assert (nodes.run(TIMES), nodes.lost_hosts(), found) == (75, [], [True])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("silent", "paused", "lost"),
-    [(1, 0.0, ["a"]), (2, 0.0, ["a", "b"]), (3, 0.0, []), (1, 60.0, [])],
-    ids=["one", "half", "most", "after a pause of the driver"],
-)
-def test_silent_nodes_are_lost_unless_the_fault_is_here(cluster, silent, paused, lost):
-    with cluster(*[node()] * 4, names="abcd", restarts=True) as nodes:
-        assert nodes.faults() == {}
-        now = time.monotonic()
-        nodes._asked_at, nodes._looked_at = now, now - paused
-        for client in nodes._nodes[:silent]:
-            client.asked_at = now - paused - hosts._SILENT_SECONDS + (1.0 if paused else -1.0)
-        nodes._ask()
-        assert [host.name for host in nodes.lost_hosts()] == lost
-
-
-@pytest.mark.slow
-def test_the_first_failed_host_is_known_by_time_and_not_by_the_order_of_reports(cluster, monkeypatch):
-    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 100.0)
-    times = {"a": 7.0, "b": 5.0, "c": None}
-    programs = [node(1, seconds=i * 0.3, end={"failed_at": at}) for i, at in enumerate(times.values())]
-    with cluster(*programs, restarts=True) as nodes:
-        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
-        assert nodes.first_failed_host().name == "b"
-
-
-@pytest.mark.slow
-def test_launchers_live_through_failures_and_a_spare_takes_a_place(cluster, monkeypatch, capfd):
-    """The ranks of a node are killed after the failure of another one, and its launcher takes the next order."""
-    monkeypatch.setattr(hosts, "_RESTART_SECONDS", 4.0)
-    programs = node(1), node(1, 0, ranks=1), node(0)
-    with cluster(*programs, restarts=True, training=2) as nodes:
-        assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
-        assert nodes.lost_hosts() == nodes.disconnected_hosts() == []
-        _, second, spare = nodes.hosts
-        nodes.connect([second, spare], [], nodes.command, [{"number": 1}, {"number": 2}])
-        assert nodes.faults(is_restart=True) == {}
-        assert nodes.run(TIMES) == 0
-    said = {name: [] for name in "abc"}
-    for name, _, text in (line.partition(": ") for line in capfd.readouterr().out.splitlines()):
-        said[name].append(text)
-    assert said == {
-        "a": ["Welcome!", "works 0", "is done"],
-        "b": ["Welcome!", "works 0", "is done", "works 1", "is done"],
-        "c": ["Welcome!", "works 2", "is done"],
-    }
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_reaches_the_launchers(number, cluster, capfd):
-    with cluster(node(seconds=1000), node(seconds=1000)) as nodes:
-        assert nodes.faults() == {}
-        when_told_to_train(nodes, lambda: os.kill(os.getpid(), number))
-        assert nodes.run(TIMES) == (130 if number == signal.SIGINT else 75)
-    said = capfd.readouterr().out
-    assert all(f"{name}: stopped by {number.name} before training began" in said for name in "ab")
-
-
-@pytest.mark.slow
-def test_nodes_that_do_not_end_after_a_signal_are_killed(cluster, monkeypatch):
-    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
-    monkeypatch.setattr(hosts, "SAVE_SECONDS", 0.5)
-    with cluster(node(seconds=1000, deaf=True)) as nodes:
-        assert nodes.faults() == {}
-        when_told_to_train(nodes, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert nodes.run(TIMES) == 128 + signal.SIGKILL
-
-
-def test_a_closed_output_stops_all_nodes(cluster, monkeypatch):
-    def closed(*_, **__):
+def test_a_closed_output_stops_all_hosts(runs, monkeypatch):
+    def closed(until):
+        monkeypatch.undo()
         raise BrokenPipeError
 
-    monkeypatch.setattr(hosts, "print", closed, raising=False)
-    monkeypatch.setattr(hosts, "os", SimpleNamespace(**vars(os) | {"dup2": lambda *_: None}))
-    with cluster(node(seconds=1000), node(seconds=1000)) as nodes:
-        assert nodes.faults() == {}
-        assert nodes.run(TIMES) == 141
+    run = runs.start(TELL, TELL)
+    saved = os.dup(1)
+    try:
+        monkeypatch.setattr(run._processes, "next_end", closed)
+        monkeypatch.setattr(launch_hosts, "_FOLLOW_SECONDS", 0.5)
+        end = run.wait()
+    finally:
+        os.dup2(saved, 1)
+    assert end.code == EXIT_BROKEN_PIPE and end.is_final
 
 
-def test_a_missing_ssh_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="ssh is not on PATH; install the OpenSSH client"):
-        HostNodes().connect([Host(1, "a")], [], "true", [{}])
-    with pytest.raises(UserError, match="srun is not on PATH; start it in an allocation of Slurm"):
-        HostNodes("srun").connect([Host(1, "a")], [], "true", [{}])
+def test_hosts_that_cannot_be_used_are_all_named():
+    faults = unreachable([Host(1, "good"), Host(2, UNREACHABLE, "me")])
+    assert list(faults) == [UNREACHABLE]
+    fault = faults[UNREACHABLE]
+    assert fault.startswith(f"{UNREACHABLE}: cannot be reached: ") and "No route to host" in fault
+    assert f"`ssh -o BatchMode=yes me@{UNREACHABLE} true` must succeed" in fault
 
 
-def test_commands_of_hosts_carry_their_places_and_quote_everything(tmp_path, monkeypatch):
-    folder = tmp_path / "my runs; $(id)"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    command = module_command({"NCCL_DEBUG": "x y"}, ["launch", "--config", "it's.toml", "--from-hostfile"])
-    place, _, words = command.partition(" && exec ")
-    assert shlex.split(place) == ["cd", str(folder)]
-    program = [sys.executable, "-m", "glm46", "launch", "--config", "it's.toml", "--from-hostfile"]
-    assert shlex.split(words) == ["env", "NCCL_DEBUG=x y", *program]
-    hosts = [Host(1, "a"), Host(2, "b", "root", 8)]
-    assert places(hosts, {}) == [{"MASTER_ADDR": "a", "NNODES": "2", "NODE_RANK": str(rank)} for rank in range(2)]
-    assert places(hosts, {"MASTER_ADDR": "ib0"})[1]["MASTER_ADDR"] == "ib0"
+def test_a_host_without_this_python_is_named(monkeypatch):
+    monkeypatch.setattr(launch_hosts.sys, "executable", "/nowhere/python")
+    faults = unreachable([Host(1, "a")])
+    assert "/nowhere/python must be at the same places on all nodes" in faults["a"], faults
+
+
+@pytest.fixture
+def launch(make_config, tmp_path, monkeypatch):
+    """A function that launches a config on two hosts; the starts end as told. It returns code, starts and output."""
+    from glm46.config.loader import dump_config
+
+    def run(ends: list[End], lost: tuple[str, ...] = (), restarts: int = 0, found=lambda hosts: {}) -> tuple:
+        started = []
+
+        class Start:
+            def __init__(self, hosts, arguments, times):
+                started.append(arguments)
+                self.lost = list(lost)
+
+            def wait(self) -> End:
+                return ends[len(started) - 1]
+
+        config = make_config()
+        (tmp_path / "run.toml").write_text(dump_config(config))
+        (tmp_path / "hosts").write_text("one slots=1\ntwo slots=1\n")
+        monkeypatch.setattr(launch_hosts, "HostRun", Start)
+        monkeypatch.setattr(launch_hosts, "unreachable", found)
+        monkeypatch.setenv("GLM46_STATE", str(tmp_path / "state"))
+        arguments = Namespace(
+            config=tmp_path / "run.toml", hostfile=tmp_path / "hosts", nproc=None, max_restarts=restarts
+        )
+        return launch_hosts.launch_hosts(arguments, ["--training.steps=9"]), started
+
+    return run
+
+
+def test_all_hosts_are_started_again_after_a_failure(launch, tmp_path):
+    code, started = launch([End(1), End(EXIT_HANG), End(0)], restarts=5)
+    assert code == 0 and len(started) == 3
+    for number, arguments in enumerate(started):
+        hidden = ["--from-hostfile", str(number), "--known-step", "0"]
+        assert arguments[0] == "launch" and arguments[-5:] == ["--training.steps=9", *hidden]
+        assert arguments[arguments.index("--nproc") + 1] == "1"
+    assert (tmp_path / "state").read_text() == "newest_step=0\nlost_hosts=''\n"
+
+
+def test_a_lost_host_ends_the_run_where_it_cannot_be_reached_again(launch, tmp_path, capsys):
+    calls = []
+
+    def found(hosts) -> dict[str, str]:
+        calls.append(hosts)
+        return {"two": "two: cannot be reached"} if len(calls) > 1 else {}
+
+    code, started = launch([End(1)], lost=("two",), restarts=5, found=found)
+    assert code == 1 and len(started) == 1
+    assert "error: two: cannot be reached" in capsys.readouterr().err
+    assert (tmp_path / "state").read_text() == "newest_step=0\nlost_hosts=two\n"
+
+
+def test_faults_of_config_and_hosts_are_found_before_a_start(launch, tmp_path):
+    with pytest.raises(UserError, match="two: cannot be reached"):
+        launch([], found=lambda hosts: {"two": "two: cannot be reached"})
+    assert not Path("state").exists()

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -16,7 +15,6 @@ import pytest
 
 from glm46.cli import main
 from glm46.commands.launch import launch_command
-from glm46.compat import torchrun_starts
 from glm46.config.adapter import AdapterConfig
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
@@ -26,15 +24,16 @@ from glm46.config.presets import resolve_shape
 from glm46.config.rl import ReferenceConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
-from glm46.engine.training.origin import refuse_origin
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.launch import one_node
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.environment import unfit_packages
-from glm46.operate.launch.one_node import _refuse_start, _refuse_state_folder, describe_next, describe_refusal
+from glm46.operate.launch.one_node import _refuse_state_folder, describe_next, describe_refusal
 from glm46.operate.launch.restarts import keep_running
+from glm46.operate.launch.start_checks import refuse_start
 from glm46.operate.launch.torchrun import End, LauncherSignals, describe_exit, run_ranks
 from glm46.run.plan import resolve_plan
+from glm46.tasks.weights.start_folders import refuse_weights
 
 ROOT = Path(__file__).parents[4]
 GIB = 2**30
@@ -124,9 +123,9 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
     ):
         config = make_config(**tables)
         with pytest.raises(UserError, match=re.escape(key)):
-            _refuse_start(config, typed)
+            refuse_start(config, typed)
         assert not Path(config.job.dump_folder).exists()
-    _refuse_start(make_config(), typed)
+    refuse_start(make_config(), typed)
     assert not Path(make_config().job.dump_folder).exists()
 
 
@@ -148,11 +147,11 @@ def test_a_folder_in_which_another_run_trains_is_refused_without_taking_it(key, 
             assert other.stdout.readline() == "locked\n"
             before = sorted(tmp_path.rglob("*"))
             with pytest.raises(UserError, match=f"{key} = .*process {other.pid} .*is training in this folder"):
-                _refuse_start(config, typed)
+                refuse_start(config, typed)
             assert sorted(tmp_path.rglob("*")) == before
         finally:
             other.kill()
-    _refuse_start(config, typed)
+    refuse_start(config, typed)
 
 
 def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, tmp_path):
@@ -164,9 +163,7 @@ def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, t
 
     def start(checkpoint: dict | None = None, **model: int) -> None:
         table = make_config().model.model_dump(exclude_none=True) | model
-        _refuse_start(
-            make_config(model=table, checkpoint={"initial_load_path": str(step), **(checkpoint or {})}), typed
-        )
+        refuse_start(make_config(model=table, checkpoint={"initial_load_path": str(step), **(checkpoint or {})}), typed)
 
     wider = {"hidden_size": 2 * shape.hidden_size}
     with pytest.raises(UserError) as refusal:
@@ -200,7 +197,7 @@ def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_r
     with (
         pytest.raises(UserError, match="was saved with.*of the model that is trained") if is_refused else nullcontext()
     ):
-        refuse_origin(config)
+        refuse_weights(config)
 
 
 def make_folder(path: Path, kind: str) -> None:
@@ -243,7 +240,7 @@ def test_folders_of_other_kinds_are_refused_before_ranks_start(kind, said, key, 
         reference = ReferenceConfig(load_path=str(path))
     tables = {"rl": {"reference": reference}, "checkpoint": start, "job": {"dump_folder": str(tmp_path / "r")}}
     with pytest.raises(UserError) as raised:
-        refuse_origin(changed(config, **tables))
+        refuse_weights(changed(config, **tables))
     (fault,) = raised.value.faults
     assert fault.startswith(f"{key} = {str(path)!r}: ") and said in fault, fault
 
@@ -256,11 +253,11 @@ def test_weights_that_another_config_makes_are_named_with_its_command(make_confi
     config = make_config(checkpoint={"initial_load_path": str(path), "initial_load_in_hf": True})
     typed = Start(tmp_path / "second.toml", (), script="CONFIG_FILE=second.toml ./run_train.sh")
     with pytest.raises(UserError, match="no such folder") as refusal:
-        _refuse_start(config, typed)
+        refuse_start(config, typed)
     assert str(refusal.value).endswith(f"made by: CONFIG_FILE={tmp_path / 'first.toml'} ./run_train.sh")
     own = make_config(checkpoint={"initial_load_path": str(tmp_path / "second/checkpoint/step-000100")})
     with pytest.raises(UserError, match="give a step folder, or start the run first") as refusal:
-        _refuse_start(own, typed)
+        refuse_start(own, typed)
     assert str(refusal.value).endswith(repr(str(tmp_path / "second"))) and "CONFIG_FILE" not in str(refusal.value)
 
 
@@ -305,7 +302,7 @@ def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
     typed = Start(config_file, ("--optimizer.lr", "2e-3", "--training.steps", "3"), processes=2)
     config = load_config(config_file, typed.overrides, world_size=2)
     longer, keys = describe_next(resolve_plan(config, 2), typed).splitlines()
-    assert longer.startswith("Next: train longer  ") and keys.endswith(" -m glm46 train --help")
+    assert longer.startswith("Next: train longer  ") and keys.endswith(" -m glm46 train --help keys")
     (config.checkpoint_folder / "step-000003").mkdir(parents=True)
     (ask,) = [line for line in describe_next(resolve_plan(config, 2), typed).splitlines() if "  ask it  " in line]
     assert ask.endswith(f"generate --checkpoint {config.checkpoint_folder / 'step-000003'} --prompt '...'")
@@ -426,29 +423,14 @@ def test_the_first_failure_is_the_end_of_the_run_whichever_torchrun_sees_first(
     monkeypatch.setattr("logging.disable", lambda _: None)  # it would stay so for the tests after this one
     signals = LauncherSignals()
     try:
-        server = SimpleNamespace(begin_start=lambda: None, failed_at=None, first_failed=1001)
-        end = run_ranks(["--nproc-per-node=2"], ["train"], signals, server, StartTimes("the command"))
+        end = run_ranks(["--nproc-per-node=2"], ["train"], signals, StartTimes("the command"))
     finally:
         signals.close()
     assert end.code == expected and said in capsys.readouterr().err
 
 
-def test_a_rank_whose_end_the_launcher_has_not_seen_does_not_end_it():
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    gone = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
-    gone.wait()
-    handler = SubprocessHandler.__new__(SubprocessHandler)
-    handler.proc, handler._stdout, handler._stderr = gone, None, None
-    with torchrun_starts(lambda *_: None):
-        handler.close(signal.SIGTERM)
-    with pytest.raises(ProcessLookupError):
-        handler.close(signal.SIGTERM)
-
-
 @pytest.mark.parametrize(("stated", "words"), [
     (["--rl.prompts.file=none.jsonl"], ('rl.prompts.file = "none.jsonl"', "No such file")),
-    (["--rl.filter=no_such_module:keep"], ("rl.filter", "no_such_module:keep")),
     (["--rl.rewards=[{name='no_such_module:score'}]"], ("rl.rewards", "no_such_module:score")),
     (["--rl.rewards=[{name='json:no_such_function'}]"], ("rl.rewards", "json:no_such_function")),
     (["--rl.environment.function=no_such_module:turn"], ("rl.environment", "no_such_module:turn")),
@@ -457,9 +439,8 @@ def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated,
     monkeypatch.setattr(one_node, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     config = Path(__file__).parents[4] / "train_configs" / "rl_debug.toml"
     stated = [*stated, f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
-    monkeypatch.setattr(
-        "glm46.engine.training.origin.refuse_origin", lambda config: None
-    )  # the weights that it begins from
+    # The weights that it starts from were made by another run, which a fresh clone has not had.
+    monkeypatch.setattr("glm46.operate.launch.start_checks.refuse_weights", lambda config: None)
     assert main(["launch", "--config", str(config), "--nproc", "1", *stated]) == 2
     printed = capsys.readouterr().err
     faults = [line for line in printed.splitlines() if line.startswith("error: ")]
@@ -476,7 +457,7 @@ def test_prompts_of_the_hub_are_fetched_before_they_are_checked(is_there, tmp_pa
     monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", fetch)
     run = lambda _, command, *rest: started.append(command) or one_node.End(2, is_final=True)  # noqa: E731
     monkeypatch.setattr(one_node, "run_ranks", run)
-    monkeypatch.setattr("glm46.engine.training.origin.refuse_origin", lambda config: None)
+    monkeypatch.setattr("glm46.operate.launch.start_checks.refuse_weights", lambda config: None)
     monkeypatch.setattr(one_node, "_prepare", lambda plan: None)
     address = "hf://datasets/owner/name/prompts.jsonl"
     stated = [f"--rl.prompts.file={address}", f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]

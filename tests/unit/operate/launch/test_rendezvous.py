@@ -30,7 +30,7 @@ def test_a_port_in_use_is_refused_on_the_first_node_only():
     (29500, 100, 9400, None),
 ])  # fmt: skip
 def test_ports_of_ranks_are_no_port_of_the_exporter(port, restarts, exporter, words):
-    """The exporter, which starts first, would be the process that listens there."""
+    """The exporter of the first rank would find the port taken."""
     if words is None:
         rendezvous.refuse_ports(Nodes(2, 1, "a", port), restarts, exporter)
         return

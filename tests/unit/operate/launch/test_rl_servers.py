@@ -136,6 +136,7 @@ def test_servers_share_a_host_by_their_gpus_and_have_ports_of_their_own(lines):
         (["--gpus-per-engine", "80"], ["--hosts", "80"]),
         (["--rollout.weights_dtype", "fp8-block"], ["--folder", "convert to-hf --dtype fp8-block"]),
         (["--gpu", "H9"], ["--gpu"]),
+        (["--rollout.kind", "local", "--rollout.urls="], ["rollout.kind", "has no servers"]),
     ],
 )  # fmt: skip
 def test_what_the_run_would_refuse_is_refused_with_its_remedy(lines, words, said):
@@ -235,3 +236,10 @@ def test_started_servers_end_when_one_ends(lines, tmp_path, monkeypatch, capsys)
 def test_servers_at_other_addresses_than_the_run_asks_are_not_started(lines):
     with pytest.raises(UserError, match=r"rollout.urls: .*engine-0"):
         lines("--gpu", "H200", "--run")
+
+
+def test_a_run_without_rl_is_named_before_a_folder_is_asked_for():
+    with pytest.raises(UserError) as raised:
+        rl_servers_command(["--config", str(ROOT / "train_configs/debug.toml")])
+    (fault,) = raised.value.faults
+    assert "has no [rl]" in fault and "--folder" not in fault

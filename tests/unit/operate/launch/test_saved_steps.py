@@ -59,7 +59,7 @@ def test_a_start_ends_with_the_code_for_job_systems_if_storage_stays_away(saved,
         absent = str(config.checkpoint_folder)
         shutil.rmtree(absent)
     with pytest.raises(StorageLost) as refused:
-        SavedSteps(config, known=9).wait(0.05, lambda _: None)
+        SavedSteps(config, earlier_step=9).wait(0.05, lambda _: None)
     assert refused.value.exit_code == EXIT_STOPPED
     assert absent in refused.value.faults[0] and "mount it" in refused.value.faults[0]
 

@@ -6,7 +6,6 @@ import decimal
 import json
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,73 +36,13 @@ from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpa
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
 from tests.unit.commands.test_terminal_chat import talk
+from tests.unit.storage.chats import original_templates
+from tests.unit.storage.chats.samples import CONVERSATIONS, RESULTS, STEP, TOOLS, calls, user
 from tests.unit.tasks.rl.samples import InRounds
 
 TOKENIZER = load_tokenizer("builtin")
-_ORIGINAL = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates" / "glm45.jinja"
 
 
-def function(name, **properties):
-    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
-    return {"type": "function", "function": {"name": name, "description": "é 中", "parameters": parameters}}
-
-
-def user(content="Weather in Köln? 🙂"):
-    return {"role": "user", "content": content}
-
-
-def calls(*pairs):
-    return [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in pairs]
-
-
-PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
-THOUGHT = {"role": "assistant", "content": "Hello", "reasoning_content": "  why 中\n"}
-STEP = {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": calls(("now", {"zone": 1}))}
-TWO = STEP | {"content": "Wait.", "tool_calls": calls(("weather", {"city": "Köln", "days": [1, 2]}), ("now", {}))}
-RESULTS = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "noon"}]
-TOOLS = [function("weather", city="string", days="array"), function("now", zone="integer")]
-CONVERSATIONS = [
-    ([user()], None),
-    ([{"role": "developer", "content": "Be brief."}, user("Hi/nothink")], None),
-    ([{"role": "system", "content": "S"}, user(), THOUGHT, user("And?")], []),
-    ([user(), {"role": "assistant", "content": "<think>why</think>\nHello"}, user("And?")], None),
-    ([user(), STEP, RESULTS[0]], TOOLS),
-    ([user(), TWO, *RESULTS, {"role": "assistant", "content": "Rain."}, user("And now?"), STEP, RESULTS[1]], TOOLS[:1]),
-    ([user(), {"role": "system", "content": "Be brief."}], None),
-    ([user(), TWO, {"role": "tool", "content": ["rain", "noon"]}], TOOLS),
-    ([user(), TWO, {"role": "tool", "content": [{"output": "rain"}, {"output": ""}]}], TOOLS),
-    (
-        [
-            user(),
-            {"role": "assistant", "content": "<think>look</think>"} | {"tool_calls": STEP["tool_calls"]},
-            RESULTS[0],
-            {"role": "assistant", "content": "", "tool_calls": calls(("now", {}))},
-            RESULTS[1],
-        ],
-        TOOLS,
-    ),
-    (
-        [
-            {"role": "system", "content": "S"},
-            user(),
-            {"role": "assistant", "content": "Hello", "tool_calls": []},
-            user("And?"),
-        ],
-        None,
-    ),
-    (
-        [
-            {"role": "system", "content": "S"},
-            {"role": "developer", "content": "T"},
-            user(),
-            {"role": "assistant", "content": "Hi", "reasoning_content": None},
-            user("No?/nothink"),
-            STEP,
-            RESULTS[0],
-        ],
-        TOOLS,
-    ),
-]
 ANSWER = {"role": "assistant", "content": "Sunny.", "reasoning_content": "so"}
 REJECTED = ANSWER | {"content": "No."}
 
@@ -226,25 +165,17 @@ def rows(request, tmp_path_factory):
 
 
 def template_tokens(template):
-    """The prompts of a template. The originals know no developer and no null content."""
-    found = []
-    for messages, tools in CONVERSATIONS:
-        plain = [
-            {**one, "role": one["role"].replace("developer", "system"), "content": one["content"] or ""}
-            for one in messages
-        ]
-        text = rendered(template, plain, tools or (), {})
-        found.append(TOKENIZER.encode_with_special(text).tolist())
-    return found
+    """The prompts that a template writes for the samples."""
+    prompts = [rendered(template, messages, tools, {}) for messages, tools in original_templates.plain_samples()]
+    return [TOKENIZER.encode_with_special(prompt).tolist() for prompt in prompts]
 
 
 WANTED = template_tokens(chat_template(GLM_45))
 
 
 def test_the_prompts_are_those_of_the_original_template():
-    if not _ORIGINAL.is_file():
-        pytest.skip("the template of zai-org/GLM-4.5 is not at hand")
-    assert template_tokens(_ORIGINAL.read_text(encoding="utf-8")) == WANTED
+    originals = original_templates.stored()["GLM-4.5"]["samples"]
+    assert [TOKENIZER.encode_with_special(prompt).tolist() for prompt in originals] == WANTED
 
 
 def sampled(answer="Sunny."):
@@ -379,10 +310,9 @@ def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
 
 def test_messages_of_evaluation(rows):
     pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
-    from glm46.engine.evaluation.answers import Keys
     from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 
-    model, seen = LmEvalModel(None, TOKENIZER, 10_000, Keys(), thinking=True), 0
+    model, seen = LmEvalModel(None, TOKENIZER, 10_000, thinking=True), 0
     for (_, row), wanted in zip(file_rows(rows, "prompt"), WANTED, strict=True):
         if not parse_tools(row.get("tools")):
             assert model.tok_encode(model.apply_chat_template(row["prompt"])) == wanted
@@ -393,7 +323,6 @@ def test_messages_of_evaluation(rows):
 REFUSED = {
     "tool call as text": [user(), {"role": "assistant", "content": '{"name": "now", "arguments": {}}'}, user()],
     "unknown role": [{"role": "critic", "content": "x"}, user()],
-    "roles out of order": [{"role": "system", "content": "x"}],
     "tool message not behind a tool call": [user(), STEP, {"role": "tool", "content": ["rain", "noon"]}],
     "content is neither text nor a list of text": [user(), STEP, {"role": "tool", "content": {"output": "rain"}}],
     "assistant with neither content nor call": [user(), {"role": "assistant", "content": ""}, user()],
@@ -502,7 +431,6 @@ def text_of_47(messages, tools, **options):
 @pytest.mark.parametrize("thinking", [True, False])
 def test_prompts_of_rl_and_of_evaluation_in_the_format_of_glm_47(thinking, tmp_path):
     pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
-    from glm46.engine.evaluation.answers import Keys
     from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 
     file, options = tmp_path / "rows.jsonl", {} if thinking else {"enable_thinking": False}
@@ -512,7 +440,7 @@ def test_prompts_of_rl_and_of_evaluation_in_the_format_of_glm_47(thinking, tmp_p
     found = read_prompts(file, keys, OF_47, most_tokens=10_000, needs_label=False)
     wanted = [text_of_47(*row, **options) for row in CONVERSATIONS]
     assert [OF_47.decode(prompt.tokens) for prompt in found] == wanted
-    model = LmEvalModel(None, OF_47, 10_000, Keys(), thinking=thinking)
+    model = LmEvalModel(None, OF_47, 10_000, thinking=thinking)
     assert [model.apply_chat_template(m) for m, tools in CONVERSATIONS if not tools] == [
         text for text, (_, tools) in zip(wanted, CONVERSATIONS, strict=True) if not tools
     ]
@@ -524,14 +452,15 @@ def test_prompts_of_rl_and_of_evaluation_in_the_format_of_glm_47(thinking, tmp_p
 
 
 def test_a_chat_in_the_terminal_in_the_format_of_glm_47(monkeypatch, capsys):
-    """Three turns: with a thought, with one that the model ends at once, and one that the user forbids."""
+    """Two turns, with a thought and with one that the model ends at once; and a chat without thinking."""
     texts = ("why</think>Hello<|user|>", "</think>B<|user|>", "C<|user|>")
     turns = [(OF_47.encode_with_special(text).tolist(), "stop") for text in texts]
-    asked = talk(["Hi", "And?", "No? /nothink"], turns, monkeypatch, OF_47, thinks=True)
+    prompts = talk(["Hi", "And?"], turns[:2], monkeypatch, OF_47, thinks=True)
+    prompts += talk(["No?"], turns[2:], monkeypatch, OF_47)
     first = "[gMASK]<sop><|user|>Hi<|assistant|>"
     second = f"{first}</think>Hello<|user|>And?<|assistant|>"
-    wanted = [f"{first}<think>", f"{second}<think>", f"{second}</think>B<|user|>No?<|assistant|></think>"]
-    assert [OF_47.decode(prompt) for prompt in asked] == wanted
+    expected = [f"{first}<think>", f"{second}<think>", "[gMASK]<sop><|user|>No?<|assistant|></think>"]
+    assert [OF_47.decode(prompt) for prompt in prompts] == expected
     assert capsys.readouterr().out == "why\nHello\nB\nC\n"
 
 

@@ -1,13 +1,12 @@
 """Both chat formats against the original templates of the releases, and what is particular to that of GLM-4.7."""
 
+import hashlib
+import importlib.util
 import json
-import random
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
@@ -20,97 +19,35 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights
 from glm46.storage.prepare.pipeline import prepare_text
 from tests.small_run import call_here
+from tests.unit.storage.chats import original_templates
+from tests.unit.storage.chats.original_templates import PROMPT, compiled, named_chats, plain_samples
+from tests.unit.storage.chats.random_chats import Writer
 
-CASES = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates"
 TOKENIZERS = {format: load_tokenizer("builtin", format.name) for format in FORMATS}
 TOKENIZER = TOKENIZERS[GLM_47]
-ORIGINALS = {GLM_45: CASES / "glm45.jinja", GLM_47: CASES / "glm47.jinja"}
-CITIES = {"Köln": {"days": 2}, "Bonn": {}}
 both = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 
 
-def original(format):
-    """The template of the release as a function of messages and options."""
-    if not ORIGINALS[format].is_file():
-        pytest.skip("the original template is not at hand")
-    return compiled(ORIGINALS[format].read_text(encoding="utf-8"))
-
-
-def compiled(template):
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = partial(json.dumps)
-    return environment.from_string(template).render
-
-
-class Writer:
-    """Random conversations."""
-
-    def __init__(self, seed):
-        self._random = random.Random(seed)
-
-    def text(self, most=10):
-        return "".join(self._random.choices("ab é中🙂<>/{}\"'1\n\t ", k=self._random.randrange(most)))
-
-    def value(self, depth=2):
-        kinds = [self.text, lambda: None, lambda: True, lambda: 1.5, lambda: -3]
-        if depth:
-            kinds += [lambda: [self.value(depth - 1)], lambda: {self.text(): self.value(depth - 1)}]
-        return self._random.choice(kinds)()
-
-    def values(self):
-        return {self.text(): self.value() for _ in range(self._random.randrange(3))}
-
-    def assistant(self, calls):
-        content, thought, kind = self.text(), self.text(), self._random.randrange(4)
-        if not calls and not content.strip():
-            content += "answer"
-        message = {"role": "assistant", "content": content}
-        if kind == 0:
-            message["content"] = f"<think>\n{thought}</think>{content}"
-        elif kind < 3:
-            message["reasoning_content"] = thought
-        else:
-            message["reasoning_content"] = None
-        if calls and not content.strip() and kind:
-            message["content"] = self._random.choice(["", None])
-        elif self._random.random() < 0.3:
-            text = message["content"]
-            message["content"] = [text[:3], {"type": "text", "text": text[3:]}]
-        return message | ({"tool_calls": calls} if calls else {})
-
-    def conversation(self):
-        chance, messages = self._random.random, []
-        if chance() < 0.5:
-            messages.append({"role": "system", "content": self.text()})
-        for _ in range(self._random.randint(1, 3)):
-            messages.append({"role": "user", "content": self.text() + self._random.choice(["", "", "/nothink"])})
-            for _ in range(self._random.randrange(3)):
-                calls = [{"name": "now", "arguments": self.values()} for _ in range(self._random.randint(1, 2))]
-                wrapped = [{"type": "function", "function": call} if chance() < 0.5 else call for call in calls]
-                messages.append(self.assistant(wrapped))
-                messages += [{"role": "tool", "content": self.text()} for _ in calls]
-            messages.append(self.assistant([]))
-        tools = [{"name": self.text(), "parameters": self.values()} for _ in range(self._random.randrange(3))]
-        return messages, tools
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [3000, pytest.param(10_000, marks=pytest.mark.long)])
 @both
-def test_random_conversations_read_as_the_original_template_writes_them(format):
-    """Documents and prompts, with and without thinking; and our own template. The originals write None for a content
-    that is null."""
-    theirs, ours, tokenizer, writer = original(format), compiled(chat_template(format)), TOKENIZERS[format], Writer(7)
+def test_random_conversations_read_as_the_original_template_writes_them(format, count):
+    """Documents and prompts, with and without thinking. The template is our own, which is held equal to the original
+    by the next test. The originals write None for a content that is null."""
+    template = compiled(chat_template(format))
+    tokenizer = TOKENIZERS[format]
+    writer = Writer(7)
     seen = {"documents": 0, "prompts": 0}
     closed = ("<think></think>", "</think>") if format.opens_thought else ("", "")
-    for number in range(3000):
+    for number in range(count):
         messages, tools = writer.conversation()
         conversation = parse_conversation({"messages": messages, "tools": tools}, "messages")
         plain = [one | {"content": "" if one["content"] is None else one["content"]} for one in messages]
 
         def written(end, plain=plain, tools=tools, **options):
-            return theirs(messages=plain[:end], tools=tools, **options)
+            return template(messages=plain[:end], tools=tools, **options)
 
-        assert ours(messages=messages, tools=tools) == written(None)
+        assert template(messages=messages, tools=tools) == written(None)
         on = bool(number % 2)
         users = [i for i, one in enumerate(messages) if one["role"] == "user"]
         allowed = {written(end, enable_thinking=on) for end in [*users[1:], len(messages)] for on in (True, False)}
@@ -134,37 +71,46 @@ def test_random_conversations_read_as_the_original_template_writes_them(format):
                     prompt = chat_prompt(tokenizer, conversation.messages[:end], **keep)
                     assert tokenizer.decode(prompt) == written(end, **asked)
                 seen["prompts"] += 1
-    assert seen["documents"] > 3000 and seen["prompts"] > 6000
+    assert seen["documents"] > count and seen["prompts"] > 2 * count
+
+
+@pytest.mark.slow
+def test_random_conversations_are_those_of_the_stored_results():
+    assert (
+        original_templates.digests(original_templates.random_texts(None))
+        == original_templates.stored()["conversations"]
+    )
+
+
+@pytest.mark.slow
+@both
+def test_our_template_writes_random_conversations_as_the_original_does(format):
+    """Each beginning of 400 conversations, with each option of the templates. To see where two templates differ, run
+    tests/unit/storage/chats/original_templates.py with the original."""
+    digests = original_templates.digests(original_templates.random_texts(compiled(chat_template(format))))
+    assert digests == original_templates.stored()[format.name]["random"]
 
 
 @both
-def test_rendered_conversations_of_the_family(format):
-    if not (CASES / "rendered.json").is_file():
-        pytest.skip("the rendered conversations are not at hand")
-    rows = json.loads((CASES / "rendered.json").read_text(encoding="utf-8"))
-    key = {GLM_45: "4.5/4.6", GLM_47: "4.7/4.7-Flash"}[format]
-    asked = [Message("system", "Be brief."), Message("user", "Hi")]
-    for row, thinking in (("1 system+user, prompt, thinking on", True), ("2 the same, thinking off", False)):
-        tokenizer = TOKENIZERS[format]
-        assert tokenizer.decode(chat_prompt(tokenizer, asked, thinking=thinking)) == rows[row][key]
-    ours = compiled(chat_template(format))
-    thoughts, none = (
-        [user("Q1"), assistant("A1", first), user("Q2"), assistant("A2", second)]
-        for first, second in (("R1", "R2"), (None, None))
-    )
-    assert ours(messages=thoughts) == rows["3 two turns with reasoning, default"][key]
-    assert ours(messages=thoughts, clear_thinking=False) == rows["3b the same, clear_thinking=False"][key]
-    assert ours(messages=none) == rows["5 answers without reasoning"][key]
-    sizes = {"city": {"type": "string"}, "days": {"type": "integer"}}
-    parameters = {"type": "object", "properties": sizes, "required": ["city"]}
-    tool = {"name": "get_weather", "description": "Weather of a city.", "parameters": parameters}
-    calls = [{"name": "get_weather", "arguments": {"city": city} | days} for city, days in CITIES.items()]
-    messages = [user("Weather?"), assistant("Checking.", "look", calls)]
-    messages += [{"role": "tool", "content": weather} for weather in ("rain", "sun")]
-    tools, row = [{"type": "function", "function": tool}], rows["4 tool call, two results, prompt"][key]
-    assert ours(messages=messages, tools=tools, add_generation_prompt=True) == row
-    made = parse_conversation({"messages": [*messages, assistant("Rain.")], "tools": tools}, "messages")
-    assert tokenizer.decode(chat_prompt(tokenizer, made.messages[:-1], tools=made.tools, thinking=True)) == row
+def test_our_template_writes_named_conversations_as_the_original_does(format):
+    render = compiled(chat_template(format))
+    original = original_templates.stored()[format.name]
+    assert {name: render(**chat) for name, chat in named_chats().items()} == original["named"]
+    samples = [render(messages=messages, tools=tools, **PROMPT) for messages, tools in plain_samples()]
+    assert samples == original["samples"]
+
+
+@both
+@pytest.mark.parametrize("name", [name for name, chat in named_chats().items() if chat.get("add_generation_prompt")])
+def test_prompts_are_those_of_the_original_template(format, name):
+    chat = named_chats()[name]
+    answer = assistant("It flows.")
+    row = {"messages": [*chat["messages"], answer], "tools": chat.get("tools")}
+    conversation = parse_conversation(row, "messages")
+    tokenizer = TOKENIZERS[format]
+    thinking = chat.get("enable_thinking", True)
+    prompt = chat_prompt(tokenizer, conversation.messages[:-1], tools=conversation.tools, thinking=thinking)
+    assert tokenizer.decode(prompt) == original_templates.stored()[format.name]["named"][name]
 
 
 @pytest.mark.slow
@@ -174,8 +120,8 @@ def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_pat
         (tmp_path / name).write_bytes(content)
     for flavor in ("", "GLM-4.5", "GLM-4.6", "GLM-4.7", "GLM-4.7-Flash"):
         assert find_format(load_tokenizer(str(tmp_path), flavor)) is format
-    if ORIGINALS[format].is_file():
-        (tmp_path / "chat_template.jinja").write_bytes(ORIGINALS[format].read_bytes())
+    if format is GLM_45:
+        (tmp_path / "chat_template.jinja").write_bytes(template_of_trl().read_bytes())
         assert find_format(load_tokenizer(str(tmp_path))) is format
     # Another spelling of the same meaning.
     (tmp_path / "chat_template.jinja").write_text("{# ours #}" + chat_template(format))
@@ -186,6 +132,17 @@ def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_pat
         find_format(load_tokenizer(str(tmp_path)))
     (tmp_path / "chat_template.jinja").unlink()
     assert find_format(load_tokenizer(str(tmp_path), format.name)) is format
+
+
+def template_of_trl():
+    """TRL's copy of the template of GLM-4.5, found without an import of TRL."""
+    package = importlib.util.find_spec("trl")
+    assert package is not None, "TRL is part of the test extra"
+    return Path(package.origin).parent / "chat_templates" / "glm4moe.jinja"
+
+
+def test_the_copy_of_trl_is_the_original_template():
+    assert hashlib.sha256(template_of_trl().read_bytes()).hexdigest() == original_templates.SHA256["GLM-4.5"]
 
 
 @both

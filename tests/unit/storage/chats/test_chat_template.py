@@ -1,8 +1,6 @@
 """Documents and prompts against `transformers`' apply_chat_template, with our template and with an independent one."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,18 +14,12 @@ from glm46.storage.chats.chat_template import chat_template, find_format, render
 from glm46.storage.chats.conversation import parse_conversation
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights
-from tests.unit.storage.chats.test_chat_formats import Writer
+from tests.unit.storage.chats.random_chats import Writer
+from tests.unit.storage.chats.test_chat_formats import template_of_trl
 
 TEMPLATE = chat_template(GLM_45)
 TOKENIZER = load_tokenizer("builtin")
-_ORIGINAL = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates" / "glm45.jinja"
-_TRL = importlib.util.find_spec("trl")
-JUDGES = {"ours": TEMPLATE}
-if _TRL is not None:
-    # TRL's copy of the template of zai-org/GLM-4.5; TRL itself is not imported.
-    JUDGES["trl"] = (Path(_TRL.origin).parent / "chat_templates" / "glm4moe.jinja").read_text(encoding="utf-8")
-if _ORIGINAL.is_file():
-    JUDGES["original"] = _ORIGINAL.read_text(encoding="utf-8")
+JUDGES = {"ours": lambda: TEMPLATE, "original": lambda: template_of_trl().read_text(encoding="utf-8")}
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +37,16 @@ def theirs(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("judge", ["ours", "trl", "original"])
+@pytest.mark.parametrize("judge", JUDGES)
 def test_documents_and_prompts_equal_apply_chat_template(judge, theirs):
     """The originals write None for a content that is null."""
-    if judge not in JUDGES:
-        pytest.skip("TRL is not installed, it is part of the test extra; or the original is not at hand")
+    chosen = JUDGES[judge]()
     writer, user = Writer(3), (TOKENIZER.special["<|user|>"],)
 
     def template(messages, tools, thinking, **options):
         plain = [one | {"content": "" if one["content"] is None else one["content"]} for one in messages]
         options |= {} if thinking else {"enable_thinking": False}
-        ids = theirs.apply_chat_template(
-            plain, tools=tools or None, chat_template=JUDGES[judge], return_dict=False, **options
-        )
+        ids = theirs.apply_chat_template(plain, tools=tools or None, chat_template=chosen, return_dict=False, **options)
         return tuple(ids)
 
     for number in range(50):
@@ -122,6 +111,8 @@ def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):
         (no_switch, ["renders '<|assistant|>", "they render '/nothink"]),
         (TEMPLATE + "{{ messages.clear() }}", ["fails"]),
         ("{% for", ["fails"]),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", ["fails", "RecursionError"]),
+        ("{{ 'a' * 4000000000 }}", ["fails", "MemoryError"]),
     ):
         for file, content in (
             ("chat_template.jinja", template),

@@ -23,6 +23,13 @@ def test_each_rule_keeps_its_steps():
     assert steps_to_remove({1: 2.0, 2: 2.0, 3: 5.0}, Retention(keep_latest_k=1, keep_best_k=1)) == [1]
 
 
+def test_losses_of_unknown_steps_compete_only_among_themselves():
+    losses = {100: 1.0, 200: 0.5, 300: 4.0, 400: 3.0, 500: 5.0}
+    rule = Retention(keep_latest_k=1, keep_best_k=1)
+    assert steps_to_remove(losses, rule, undated={100, 200}) == [100, 300]
+    assert steps_to_remove(losses, Retention(keep_latest_k=1), undated={100, 200}) == [100, 200, 300, 400]
+
+
 @settings(max_examples=2000)
 @given(
     st.dictionaries(st.integers(0, 60), LOSS, max_size=20),

@@ -24,7 +24,7 @@ def write_split(folder, name, documents, documents_per_shard, tokenizer):
         metadata |= {"targets": str(targets)} if targets is not None else {}
         digest = write_shard(folder / file, tokens, ends, metadata)
         entries.append(ShardEntry(file, len(ends), len(tokens), 4 * len(tokens), digest, targets))
-    return Split.of(tuple(entries))
+    return Split.from_shards(tuple(entries))
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ def test_another_tokenizer_and_no_held_out_documents_are_refused(make_config, so
         make_config(data={"sources": [source]}, validation={"enable": True}),
         load_manifest(source_folder),
     )
-    nothing_held = replace(manifest, splits=manifest.splits | {"validation": Split.of(())})
+    nothing_held = replace(manifest, splits=manifest.splits | {"validation": Split.from_shards(())})
     no_targets = replace(manifest.splits["validation"], documents=3, tokens=3)
     no_targets = replace(manifest, splits=manifest.splits | {"validation": no_targets})
     for found, reason in (

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, Glm4MoeConfig, Glm4MoeLiteConfig
@@ -211,26 +210,33 @@ def test_the_config_of_another_model_has_one_line(kind):
     assert (f", {known.get(kind)}" in fault and "missing here" in fault) == (kind in known)
 
 
-def published(name: str) -> dict:
-    facts = Path(__file__).resolve().parents[4].parent / "shared" / "reference" / "family_facts.json"
-    if not facts.is_file():
-        pytest.skip("the published configs are not at hand")
-    configs = json.loads(facts.read_text(encoding="utf-8"))["configs"]
-    (config,) = [one for key, one in configs.items() if key.startswith(f"{name}@")]
-    return config
+EOS_OF_FLASH = [154820, 154827, 154829]
+# The values of the file of zai-org/GLM-4.7-Flash (revision 7dd20894a642), in its order, and the hash of the file.
+GLM_47_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "pad_token_id": 154820, "eos_token_id": EOS_OF_FLASH, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536, "topk_method": "noaux_tc", "norm_topk_prob": True, "num_attention_heads": 20,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "tie_word_embeddings": False, "dtype": "bfloat16", "transformers_version": "5.0.0rc0",
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "vocab_size": 154880,
+}  # fmt: skip
+SHA256_OF_FLASH = "dc9b97c7c9bed726a2e6939da4234d5c43abb3edec8812068c9a1af1dbc13acb"
 
 
 def test_the_published_file_of_flash_is_its_preset_and_written_back_byte_for_byte():
-    facts = published("zai-org/GLM-4.7-Flash")
-    shape = shape_of(facts["config"])
+    shape = shape_of(GLM_47_FLASH)
     assert shape == PRESETS["GLM-4.7-Flash"]
-    config = config_of(shape, facts["config"], eos_ids=[154820, 154827, 154829], dtype="bfloat16")
+    config = config_of(shape, GLM_47_FLASH, eos_ids=EOS_OF_FLASH, dtype="bfloat16")
     text = json.dumps(config, indent=2) + "\n"
-    assert hashlib.sha256(text.encode()).hexdigest() == facts["sha256"]
-    new = config_of(shape, None, eos_ids=[154820, 154827, 154829], dtype="bfloat16")
+    assert hashlib.sha256(text.encode()).hexdigest() == SHA256_OF_FLASH
+    new = config_of(shape, None, eos_ids=EOS_OF_FLASH, dtype="bfloat16")
     of_library = {"torch_dtype", "use_cache", "initializer_range"}  # a new file is for all versions, and says more
     assert {key: new[key] for key in new.keys() - of_library} == {
-        key: value for key, value in facts["config"].items() if key not in ("dtype", "transformers_version")
+        key: value for key, value in GLM_47_FLASH.items() if key not in ("dtype", "transformers_version")
     }
 
 
@@ -274,6 +280,16 @@ def test_a_file_of_flash_that_asks_for_another_computation_is_refused(change, wo
         shape_of(raw | change)
 
 
+@pytest.mark.parametrize("key", ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"])
+def test_latent_attention_without_a_low_rank_part_is_refused_by_its_key(key):
+    """transformers builds a whole q_proj where q_lora_rank is null."""
+    raw = config_of(FLASH, None, eos_ids=EOS, dtype="bfloat16") | {key: None}
+    if key == "q_lora_rank":
+        assert Glm4MoeLiteConfig(**raw).q_lora_rank is None
+    with pytest.raises(UserError, match=f"config.json: {key} = None: glm46 computes latent attention"):
+        shape_of(raw)
+
+
 def test_absent_keys_of_flash_are_no_guess():
     raw = config_of(FLASH, None, eos_ids=EOS, dtype="bfloat16")
     for key in ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_theta"):
@@ -281,11 +297,28 @@ def test_absent_keys_of_flash_are_no_guess():
             shape_of({name: value for name, value in raw.items() if name != key})
 
 
+# Values of the file of zai-org/GLM-5.2 (revision b4734de4); its lists of layers by their rule.
+GLM_52 = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144, "head_dim": 192,
+    "num_hidden_layers": 78, "first_k_dense_replace": 3, "intermediate_size": 12288, "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_head_dim": 256, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "v_head_dim": 256, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+    "index_topk_freq": 4, "index_skip_topk_offset": 3, "index_topk_pattern": None, "indexer_rope_interleave": True,
+    "index_share_for_mtp_iteration": True, "rope_interleave": True, "num_nextn_predict_layers": 1,
+    "indexer_types": ["full"] * 2 + ["full", "shared", "shared", "shared"] * 19,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75, "moe_layer_freq": 1, "moe_router_dtype": "float32",
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"}, "max_position_embeddings": 1048576,
+    "vocab_size": 154880, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rms_norm_eps": 1e-05, "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "ep_size": 1,
+}  # fmt: skip
+
+
 def test_a_published_config_of_glm_5_has_one_line():
     """Many of its keys select a computation that is not here."""
-    config = published("zai-org/GLM-5.2")["config"]
     with pytest.raises(UserError, match="another model, GLM-5: missing here are latent attention") as error:
-        shape_of(config)
+        shape_of(GLM_52)
     assert len(error.value.faults) == 1
 
 

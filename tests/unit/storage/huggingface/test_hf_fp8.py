@@ -21,7 +21,7 @@ from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
 from glm46.storage.huggingface.schemes import FP8_SCHEMES as SCHEMES
-from glm46.storage.huggingface.step_tensors import StepTensors
+from tests.step_tensors import step_tensors
 
 # Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.
 TABLE = ModelConfig(
@@ -233,7 +233,7 @@ def test_convert_writes_fp8_and_a_plain_export_of_it_drops_the_quantization_conf
     assert main([*command, "--output", str(tmp_path / "fp8"), "--dtype", "fp8-block"]) == 0
     assert "largest relative error 0.0" in capsys.readouterr().out
     assert main(["convert", "from-hf", "--model", str(tmp_path / "fp8"), "--output", str(tmp_path / "again")]) == 0
-    back, want = StepTensors(tmp_path / "again/step-000000"), read(tmp_path / "fp8")
+    back, want = step_tensors(tmp_path / "again/step-000000"), read(tmp_path / "fp8")
     assert all(torch.equal(back[name], want[name]) for name in want)
     command[3] = str(tmp_path / "again/step-000000")
     assert main([*command, "--output", str(tmp_path / "bf16")]) == 0

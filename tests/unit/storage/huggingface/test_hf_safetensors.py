@@ -15,8 +15,8 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
-from glm46.storage.huggingface import boxes
-from glm46.storage.huggingface.boxes import intervals_of, overlaps
+from glm46.storage.checkpoint import boxes
+from glm46.storage.checkpoint.boxes import intervals_of, overlaps
 from glm46.storage.huggingface.config_json import config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_check import check_folder, stored_shape
@@ -258,7 +258,7 @@ def test_boxes_of_a_rank_are_what_indexing_gives(tmp_path_factory, case, most):
     kept = inside[held[0]][:, held[1]][:, :, held[2]]
     before, boxes._MOST_ELEMENTS = boxes._MOST_ELEMENTS, most
     try:
-        found = list(overlaps(part, [intervals_of(index) for index in held]))
+        found = list(overlaps(part.start, part.hf_shape, [intervals_of(index) for index in held]))
     finally:
         boxes._MOST_ELEMENTS = before
     got, times = torch.full_like(local, -1.0), torch.zeros_like(local)

@@ -28,7 +28,7 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.hub import DATASET, MODEL, local_path
 from tests.small_run import small_config
 
-pytest.importorskip("huggingface_hub", reason="not installed; pip install '.[hf]'")
+hub_utils = pytest.importorskip("huggingface_hub.utils", reason="not installed; pip install '.[hf]'")
 COMMIT = "c" * 40
 FILES = {
     "config.json": b'{"model_type": "glm4_moe"}',
@@ -183,7 +183,6 @@ HF = "hf://owner/name"
         (["generate", "--prompt", "a", "--model", "b", "--tokenizer", "builtin", "--adapter", HF], "--adapter"),
         (["generate", "--prompt", "a", "--model", "b", "--tokenizer", HF], "--tokenizer"),
         (["evaluate", "--data", "a", "--model", HF], "--model"),
-        (["evaluate", "--data", "a", "--model", "b", "--tokenizer", "builtin", "--against", HF], "--against"),
         (["convert", "from-hf", "--output", "a", "--model", HF], "--model"),
         (["convert", "merge", "--adapter", "b", "--output", "a", "--base", HF], "--base"),
         (["convert", "merge", "--base", "b", "--output", "a", "--adapter", HF], "--adapter"),
@@ -191,10 +190,6 @@ HF = "hf://owner/name"
 )
 def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path, capsys):
     asked = []
-    if option == "--against":  # beside a model in a folder, whose rows are looked at before anything is fetched
-        (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps({'text': f'line {i} ' * 9})}\n" for i in range(9)))
-        inputs = ["--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "a"), "--processes", "1"]
-        assert main(["prepare", *inputs]) == 0
     fetch = lambda stated, files, option: asked.append((str(stated), option)) or tmp_path / "in_the_cache"  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.chdir(tmp_path)
@@ -248,7 +243,7 @@ def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tm
     asked, started, prepared = [], [], []
     fetch = lambda stated, mark, key: asked.append((key, mark.kind, stated)) or tmp_path / mark.kind  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
-    monkeypatch.setattr(one_node, "_refuse_start", lambda *_: None)  # which would read the folder
+    monkeypatch.setattr(one_node, "refuse_start", lambda *_: None)  # which would read the folder
     monkeypatch.setattr(one_node, "_prepare", lambda plan: prepared.append(plan.config))
     monkeypatch.setattr(
         one_node, "run_ranks", lambda _, command, *rest: started.append(command) or one_node.End(2, is_final=True)
@@ -259,7 +254,7 @@ def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tm
     ids = [("model.tokenizer_path =", "tokenizer", HF), ("checkpoint.initial_load_path =", "model", f"{HF}@v1")]
     assert asked == ids
     folders = [f"--model.tokenizer_path={tmp_path}/tokenizer", f"--checkpoint.initial_load_path={tmp_path}/model"]
-    assert started == [["train", "--exported", "--config", "run.toml", "--training.steps", "2", *folders]]
+    assert started == [["train", "--config", "run.toml", "--training.steps", "2", *folders]]
     assert prepared[0].model.tokenizer_path == f"{tmp_path}/tokenizer"
 
 
@@ -280,7 +275,7 @@ def test_a_run_keeps_the_ids_that_were_stated_and_resumes_with_another_cache(
     for place, steps in zip(places, (1, 2), strict=False):
         command = ["train", "--config", str(tmp_path / "run.toml"), "--training.steps", str(steps)]
         if started_by == "a launcher":
-            command += ["--exported", f"--model.tokenizer_path={place / 't.tiktoken'}"]
+            command += [f"--model.tokenizer_path={place / 't.tiktoken'}"]
         monkeypatch.setattr(hub_folders, "local_path", lambda *_, place=place: place / "t.tiktoken")
         assert main(command) == 0
         step = tmp_path / f"out/checkpoint/step-{steps:06d}"
@@ -378,3 +373,99 @@ def test_a_mistyped_address_of_a_data_set_is_refused(key, address, tmp_path, cap
     said = capsys.readouterr().err
     remedy = "give hf://datasets/owner/name/file or" if key == "input" else "give a path of this machine"
     assert key in said and remedy in said and said.count("error: ") == 1
+
+
+REVISIONS = [
+    ("datasets/acme/chats@refs/convert/parquet", "refs/convert/parquet", None),
+    ("datasets/acme/chats@refs/convert/parquet/train/0000.parquet", "refs/convert/parquet", "train/0000.parquet"),
+    ("datasets/acme/chats@refs/convert/parquet-v2/default", "refs/convert/parquet-v2", "default"),
+    ("datasets/acme/chats@refs%2Fconvert%2Fparquet/default", "refs/convert/parquet", "default"),
+    ("datasets/acme/chats@refs/pr/10/a.jsonl", "refs/pr/10", "a.jsonl"),
+    ("datasets/acme/chats@feature%2Flong/a/*.jsonl", "feature/long", "a/*.jsonl"),
+    ("datasets/acme/chats@v1/a.jsonl", "v1", "a.jsonl"),
+    ("datasets/acme/chats/mail@1.txt", None, "mail@1.txt"),
+    ("acme/model@refs%2Fpr%2F1", "refs/pr/1", None),
+    ("acme/model@refs/pr/1", "refs/pr/1", None),
+]
+
+
+@pytest.mark.parametrize("stated, revision, path", REVISIONS)
+def test_a_revision_with_slashes_is_read_as_huggingface_hub_reads_it(stated, revision, path):
+    hub_id = (DATASET if "datasets" in stated else MODEL).parse(f"hf://{stated}")
+    assert hub_id is not None and (hub_id.revision, hub_id.path) == (revision, path)
+    if (parse := getattr(hub_utils, "parse_hf_uri", None)) is not None:  # newer releases
+        expected = parse(f"hf://{stated}")
+        assert hub_id == (expected.id, expected.revision, expected.path_in_repo or None)
+
+
+def test_the_short_name_of_the_parquet_branch_is_that_branch():
+    assert DATASET.parse("hf://datasets/acme/chats@~parquet/a") == ("acme/chats", "refs/convert/parquet", "a")
+
+
+@pytest.mark.parametrize("stated", [
+    "hf://datasets/a/b/../../x", "hf://datasets/a/b/c/..", "hf://datasets/a/b//etc/passwd",
+    "hf://datasets/a/b@..%2F../x", "hf://a/b@../x", "hf://a/b@%2e%2e/x",
+])  # fmt: skip
+def test_an_id_stays_inside_its_repository(stated):
+    """Its path and its revision are parts of paths of the cache."""
+    with pytest.raises(UserError, match="not an id of the hub; give hf://"):
+        local_path(stated, DATASET if "datasets" in stated else MODEL, "--input")
+
+
+def cached_data_set(home: Path, revision: str, files: dict[str, bytes]) -> None:
+    """Write a cache of a data set ``acme/chats`` as huggingface_hub does for single files: without a listing."""
+    folder = home / "home/hub/datasets--acme--chats"
+    reference = folder / "refs" / revision
+    reference.parent.mkdir(parents=True)
+    reference.write_text(COMMIT)
+    for name, content in files.items():
+        file = folder / "snapshots" / COMMIT / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+def test_the_branch_of_parquet_files_is_found_in_the_cache(tmp_path):
+    cached_data_set(tmp_path, "refs/convert/parquet", {"default/train/0000.parquet": b"columns"})
+    spellings = ["refs/convert/parquet", "refs%2Fconvert%2Fparquet", "~parquet"]
+    ids = [f"hf://datasets/acme/chats@{spelling}/default/train/0000.parquet" for spelling in spellings]
+    places = fetched(tmp_path, "http://127.0.0.1:9", *ids, HF_HUB_OFFLINE="1")
+    assert [Path(place).read_bytes() for place in places] == [b"columns"] * 3
+
+
+@pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {}])
+def test_a_cache_without_a_listing_is_not_taken_for_the_whole(variables, tmp_path):
+    """Offline by the variable, or because nothing listens at the address."""
+    cached_data_set(tmp_path, "main", {"b.jsonl": b"{}", "data/train-00000-of-00002.parquet": b"columns"})
+    ids = [f"hf://datasets/acme/chats{path}" for path in ("", "/data/*.parquet", "/data/train-00000-of-00002.parquet")]
+    ids.append("hf://datasets/acme/chats/*.jsonl")
+    whole, pattern, part, lines = fetched(tmp_path, "http://127.0.0.1:9", *ids, **variables)
+    for refusal in (whole, pattern):
+        assert all(word in refusal for word in ("data/train-00001-of-00002.parquet", "hf download acme/chats"))
+    assert Path(part).read_bytes() == b"columns"
+    assert Path(lines).name == "*.jsonl"
+
+
+def test_files_of_a_cache_are_counted_where_the_hub_does_not_answer(tmp_path, monkeypatch, caplog):
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "b.txt").write_text("b")
+    monkeypatch.setattr(hub_folders, "_snapshot", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(hub_folders, "_hub_answers", lambda _: False)
+    assert local_path("hf://datasets/acme/chats/*.jsonl", DATASET, "input =") == tmp_path / "*.jsonl"
+    (line,) = caplog.messages
+    assert "input = hf://datasets/acme/chats" in line and "only what its cache holds is used (1 file)" in line
+    monkeypatch.setattr(hub_folders, "_hub_answers", lambda _: True)
+    local_path("hf://datasets/acme/chats/*.jsonl", DATASET, "input =")
+    monkeypatch.setattr(hub_folders, "_hub_answers", lambda _: False)
+    local_path("hf://datasets/acme/chats/a.jsonl", DATASET, "input =")  # all that was asked for
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("files, patterns, missing", [
+    (["a-00000-of-00001.parquet"], ["*"], []),
+    (["a-00000-of-00003.parquet", "a-00002-of-00003.parquet"], ["*"], ["a-00001-of-00003.parquet"]),
+    (["a-00002-of-00002.json"], ["*"], ["a-00001-of-00002.json"]),
+    (["a-00000-of-00002-1f2e.parquet"], ["a-00000*"], []),
+    (["a/b-00001-of-00002.jsonl.gz"], ["a", "a/*"], ["a/b-00000-of-00002.jsonl.gz"]),
+])  # fmt: skip
+def test_missing_parts_of_a_series_are_named(files, patterns, missing):
+    assert hub_folders.missing_parts(files, patterns) == missing

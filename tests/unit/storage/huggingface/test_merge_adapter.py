@@ -1,6 +1,7 @@
 """Merged folders: equal to PEFT's merge, every other byte that of the base, in FP32, BF16 and FP8."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -305,3 +306,15 @@ def test_mistakes_have_exit_code_2_and_leave_nothing(tmp_path, capsys):
         err = capsys.readouterr().err
         assert all(word in err for word in words), err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_base_of_another_shape_is_named_in_one_line(tmp_path):
+    """Instead of a line for each tensor whose shape differs."""
+    base, _ = base_folder(tmp_path / "base")
+    other, _ = base_folder(tmp_path / "other", SHAPE.model_copy(update={"hidden_size": 32}))
+    adapter_folder(tmp_path / "adapter", base)
+    with pytest.raises(UserError) as error:
+        merge_adapter(other, tmp_path / "adapter", tmp_path / "out")
+    (fault,) = error.value.faults
+    assert re.search(r"; \d+ more tensors have other shapes too; give the model that", fault)
+    assert not (tmp_path / "out").exists()

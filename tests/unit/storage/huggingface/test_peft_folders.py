@@ -238,7 +238,7 @@ BAD = {  # the test's case -> changed tensors of the file, or keys of the config
     "MTP": ({"4.self_attn.q_proj.lora_A": torch.zeros(4, 24)}, ["layers.4", "MTP"]),
     "shape": ({"0.self_attn.k_proj.lora_B": torch.zeros(17, 4)}, ["k_proj.lora_B", "[17, 4]", "[16, 4]"]),
     "not finite": ({"0.self_attn.k_proj.lora_B": torch.full((16, 4), torch.nan)}, ["k_proj.lora_B", "NaN"]),
-    "rank": ({"r": 8}, ["[4, 24]", "[8, 24]"]),
+    "rank": ({"r": 8}, [" is [4, ", " have [8, ", "more tensors have other shapes", "adapter_config.json"]),
     "magnitudes absent": ({"use_dora": True}, ["lora_magnitude_vector", "missing"]),
     "PiSSA": ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
     "saved modules": ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
@@ -273,6 +273,35 @@ def test_fused_tensors_of_peft_0_17_are_refused(base, tmp_path):
     folder = damaged(export(base, tmp_path / "adapter", tensors), experts)
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts: .*0\.17"):
         AdapterFolder(folder, base[1])
+
+
+def fused_folder(base, folder, shape, *, exchanged, **config):
+    """An adapter on all experts of layer 1 in PEFT's fused form, or in that with A and B exchanged."""
+    tensors = {}
+    for module, name in (("experts.base_layer", "gate_up"), ("experts", "down")):
+        experts, rows, columns = HFNames(shape, repeat_shared=False).entries[f"layers.1.mlp.experts.{name}"].shape
+        inputs, outputs = (rows, columns) if exchanged else (columns, rows)
+        tensors[f"1.mlp.{module}.lora_A"] = torch.zeros(experts * 4, inputs)
+        tensors[f"1.mlp.{module}.lora_B"] = torch.zeros(outputs, 4 * experts)
+    return damaged(export(base, folder, adapters(["attention"], shape=base[1])), tensors | config)
+
+
+def test_layouts_of_the_same_shapes_are_told_apart_by_the_version_of_peft(base, tmp_path):
+    """Gate and up of this model are as long as they are wide, so only down tells exchanged tensors by its shape."""
+    assert base[1].hidden_size == 2 * base[1].moe_intermediate_size
+
+    def weights(name, *, exchanged=False, **config):
+        folder = fused_folder(base, tmp_path / name, base[1], exchanged=exchanged, **config)
+        return AdapterFolder(folder, base[1]).weights
+
+    for version in ("0.19.0", "0.21.2", "0.19.1.dev0@UNKNOWN", "1.0"):
+        assert "layers.1.mlp.experts.gate_up" in weights(version, peft_version=version)
+    for version in ("0.18.1", "0.17"):
+        with pytest.raises(UserError, match=r"experts\.base_layer: .* are exchanged, as PEFT 0\.17 and 0\.18"):
+            weights(f"{version}-old", exchanged=True, peft_version=version)
+    for version in (None, "", 4):
+        with pytest.raises(UserError, match=r"experts\.base_layer: .* since 24 is both sizes.*peft_version"):
+            weights(f"{version}-unknown", peft_version=version)
 
 
 def test_another_kind_or_rank_than_that_of_the_run_is_refused(base, tmp_path):

@@ -19,8 +19,6 @@ from glm46.storage.prepare.documents import (
 from glm46.storage.prepare.duplicates import (
     BANDS,
     band_hashes,
-    evaluation_ngrams,
-    is_contaminated,
     is_held_out,
     join,
     links,
@@ -97,16 +95,6 @@ def test_similarity_is_transitive():
 def test_short_documents_are_similar_only_if_equal():
     a, b = np.array([1, 2, 3], np.uint32), np.array([1, 2, 4], np.uint32)
     assert similar_kept([a, b, a]) == [True, True, False]
-
-
-def test_evaluation_text_is_found_by_ngrams_of_thirteen():
-    rng = np.random.default_rng(3)
-    question, page = document(rng, 40), document(rng)
-    ngrams = evaluation_ngrams([question, document(rng, 12)])
-    assert len(ngrams) == 40 - 12
-    assert not is_contaminated(page, ngrams)
-    assert is_contaminated(np.concatenate([page, question[5:18]]), ngrams)
-    assert not is_contaminated(np.concatenate([page, question[5:17]]), ngrams)
 
 
 def test_the_share_held_out_is_the_share_asked_for():

@@ -162,16 +162,29 @@ def test_long_documents_are_left_out_or_cut_and_counted(here):
     dropped = prepare(here, "drop", max_tokens=limit, report=lines.append)
     assert documents(dropped) == [d for i, d in enumerate(rendered(rows)) if i not in long]
     assert dropped.dropped == {"above max_tokens": 1}
-    assert dropped.noted["documents above max_tokens left out"] == len(long)
+    # The document of the conversation that is skipped whole is not counted twice.
+    assert dropped.noted["documents above max_tokens left out"] == len(long) - 1
     assert f"skipped, above max_tokens: 1, such as {here}/in/a.jsonl line 2" in "\n".join(lines)
-    cut = prepare(here, "cut", max_tokens=limit, too_long="cut")
-    expected = [(ids[: 4 * limit], is_target[:limit]) for ids, is_target in rendered(rows)]
-    assert documents(cut) == [d for d in expected if any(d[1])]
-    left_out = sum(not any(is_target) for _, is_target in expected)
-    assert cut.noted["documents cut to max_tokens"] == len(long) - left_out > 0
-    assert cut.noted.get("documents above max_tokens left out", 0) == left_out
-    with pytest.raises(UserError, match=f"a.jsonl line 2: a document of [0-9]+ tokens.*max_tokens = {limit}; raise"):
-        prepare(here, "error", max_tokens=limit, too_long="error")
+
+
+def test_a_conversation_that_is_too_long_is_counted_once(here):
+    write(here / "in" / "a.jsonl", [chat(0, turns=1), chat(1, turns=1)])
+    rows = [chat(2, turns=1)]
+    rows[0]["messages"][1]["content"] = "word " * 400
+    write(here / "in" / "b.jsonl", rows)
+    manifest = prepare(here)
+    assert manifest.dropped == {"above max_tokens": 1}
+    assert "documents above max_tokens left out" not in manifest.noted
+
+
+def test_a_refused_preparation_names_the_folder_of_its_work(here):
+    write(here / "in" / "a.jsonl", [chat(0), "rubbish\n"])
+    lines = []
+    with pytest.raises(UserError, match="max_bad = 0"):
+        prepare(here, max_bad=0, report=lines.append)
+    assert (here / "out.partial").is_dir() and lines[-1].startswith(f"{here}/out.partial: holds finished work")
+    prepare(here)
+    assert not (here / "out.partial").exists()
 
 
 def test_bad_lines_are_counted_by_reason_with_their_place(here):
@@ -315,7 +328,7 @@ def test_inspect_shows_targets_in_brackets_or_in_colour(here, capsys):
     assert f"targets: {train.targets} of {train.tokens} tokens" in shown and f"{train.targets} targets" in shown
     assert "skipped, no messages: 1" in shown and "conversations, train: 1" in shown
     (part,) = sampled_parts(manifest, TOKENIZER, rows=1, seed=0)
-    text = shown_text(part, TOKENIZER, most=20, brackets=False)
+    text = shown_text(part, TOKENIZER, max_tokens=20, brackets=False)
     assert "[[" not in text.plain and text.plain.endswith(f"… {train.tokens - 20} more tokens")
     coloured = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
     assert "".join(coloured) and target.startswith("".join(coloured).lstrip("\n"))

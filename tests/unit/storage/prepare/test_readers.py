@@ -11,6 +11,7 @@ import os
 import random
 import re
 import tarfile
+import tracemalloc
 import zipfile
 
 import pytest
@@ -20,7 +21,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.storage.prepare import input_files, json_rows, readers
 from glm46.storage.prepare.input_files import find_files
 from glm46.storage.prepare.readers import parts_of, read_part
-from glm46.storage.prepare.rows import BadDocument, Document, Fields
+from glm46.storage.prepare.rows import BadDocument, Document, Fields, read_row
 
 TEXTS = ["one\nline", "größe 中", "  x  ", "a" * 5_000, *(f"text {i} " * (i % 40 + 1) for i in range(300))]
 
@@ -86,7 +87,8 @@ def test_folders_and_globs_name_each_file_once_in_order(tmp_path):
 @pytest.mark.parametrize("line, reason", [
     (b'{"text": "x"', "not JSON"), (b"[1]", "no text in field 'text'"), (b'{"body": "x"}', "no text in field 'text'"),
     (b'{"text": 3}', "no text in field 'text'"), (b'{"text": "  "}', "empty"),
-    (b'{"text": "gr\xf6\xdfe"}', "not UTF-8"), (b'{"text": "\\ud83d"}', "not UTF-8"), (b"[" * 100_000, "not JSON"),
+    (b'{"text": "gr\xf6\xdfe"}', "not UTF-8"), (b'{"text": "\\ud83d"}', "not UTF-8"),
+    (b'{"text": "a\\u0000b"}', "holds NUL characters"), (b"[" * 100_000, "not JSON"),
 ])  # fmt: skip
 def test_a_bad_line_is_skipped_with_its_reason_and_number(tmp_path, line, reason):
     good = b'{"text": "good"}\n'
@@ -175,7 +177,7 @@ def test_json_that_is_to_be_learned_as_json_is_text(tmp_path):
     fields = Fields("text", json_is_text=True)
     parts = parts_of(find_files([str(tmp_path)], "input"), fields)
     assert texts_of(document for part in parts for document in read_part(part, fields)) == ['{"name": "x"}', "{}"]
-    assert Fields.of(TextRecipe(input=("x",), output="y", verify="json")) == fields
+    assert Fields.from_recipe(TextRecipe(input=("x",), output="y", verify="json")) == fields
 
 
 def test_a_file_of_rows_needs_the_memory_of_a_row(tmp_path, monkeypatch):
@@ -190,28 +192,36 @@ def test_a_file_of_rows_needs_the_memory_of_a_row(tmp_path, monkeypatch):
     assert texts_of(read([tmp_path / "x.json"])) == [row["text"]] * 1000
     assert max(held) <= 2000
     (tmp_path / "x.json").write_text('[{"text": "' + "t" * 100_000)
-    with pytest.raises(UserError, match="damaged JSON behind row 0 .no row within 5,000 characters"):
+    with pytest.raises(UserError, match="damaged JSON at row 0 .no row within 5,000 characters"):
         read([tmp_path / "x.json"])
     assert max(held) <= 20_000
 
 
-JSON_ROWS = "holds rows of JSON with 'text', not a text; give it the ending .json"
-TABLE_ROWS = "holds rows of a table with the columns .*, not a text; write them"
+JSON_ROWS = "holds rows of JSON, not a text; give it the ending .json"
+OTHER_FORMAT = "not text but another format; glm46 reads Parquet"
 NO_TEXTS = [
-    ('{"text": "a"}\n{"text": "b"}\n', JSON_ROWS), ('[{"text": "a"}]', JSON_ROWS), ('\ufeff{\n"text": "a"}', JSON_ROWS),
-    ('{"body": "a", "id": 1}\n{"body": "b"}\n', ".*without 'text', .* body, id: set text_key and give it"),
-    ('[{"body": "a"}]', ".*rows of JSON without 'text'"),
-    ('{"body": "a"}\r\n\r\n{"id": 1}\nrubbish', ".*rows of JSON without 'text'"),
-    ('\x1e{"body": "a"}\n\x1e{"body": "b"}\n', ".*rows of JSON without 'text'"),
-    ('{"version": 1, "data": [{"text": "a"}]}', ".*one object without 'text', with 1 rows under 'data'"),
-]  # fmt: skip
-NAMED = [(name, *row) for name in ("part-00000", "x.txt", "x.jsonl.1", "x.txt.gz", "x.txt.xz") for row in NO_TEXTS]
+    '{"text": "a"}\n{"text": "b"}\n',
+    '[{"text": "a"}]',
+    '\ufeff{\n"text": "a"}',
+    '{"body": "a", "id": 1}\n{"body": "b"}\n',
+    '[{"body": "a"}]',
+    '{"body": "a"}\r\n\r\n{"id": 1}\nrubbish',
+    '\x1e{"body": "a"}\n\x1e{"body": "b"}\n',
+]
+NAMES = ("part-00000", "x.txt", "x.jsonl.1", "x.txt.gz", "x.txt.xz")
+TABLES = [
+    ("x.csv", "id,text\n1,a\n"),
+    ("x.csv", "text\na\n"),
+    ("x.tsv.gz", "prompt\tanswer\na\tb\n"),
+    ("X.CSV", '\ufeff"a, b",c\n1,2'),
+]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    *NAMED, ("x.csv", "id,text\n1,a\n", TABLE_ROWS), ("x.csv", "text\na\n", TABLE_ROWS),
-    ("x.tsv.gz", "prompt\tanswer\na\tb\n", TABLE_ROWS), ("X.CSV", '\ufeff"a, b",c\n1,2', TABLE_ROWS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [(name, content, JSON_ROWS) for name in NAMES for content in NO_TEXTS]
+    + [(name, content, OTHER_FORMAT) for name, content in TABLES],
+)
 def test_rows_under_the_ending_of_a_text_are_refused(tmp_path, name, content, message):
     compress = COMPRESS.get((tmp_path / name).suffix, bytes)
     (tmp_path / name).write_bytes(compress(content.encode()))
@@ -248,14 +258,9 @@ UTF = ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le")
 def packed(kind):
     """Bytes of a format, as its own library writes them."""
     stream = io.BytesIO()
-    if kind in ("tar", "v7 tar"):
+    if kind == "tar":
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             archive.addfile(tarfile.TarInfo("a.txt"))
-        if kind == "v7 tar":  # without the fields that POSIX added
-            head = bytearray(stream.getvalue()[:257]) + bytes(255)
-            head[148:156] = b" " * 8
-            head[148:156] = b"%06o\0 " % sum(head)
-            stream = io.BytesIO(bytes(head) + stream.getvalue()[512:])
     elif kind == "zip":
         with zipfile.ZipFile(stream, "w") as archive:
             archive.writestr("a.txt", "a")
@@ -264,59 +269,70 @@ def packed(kind):
         parquet.write_table(pytest.importorskip("pyarrow").table({"text": ["a"]}), stream)
     elif kind == "lfs":
         stream.write(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
-    return {
-        "gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress,
-        "tar.gz": lambda _: gzip.compress(packed("tar")),
+    elif kind in UTF:
+        stream.write('{"text": "a"}\n'.encode(kind))
+    content = stream.getvalue()
+    compress = {
+        "gzip": gzip.compress,
+        "bzip2": bz2.compress,
+        "xz": lzma.compress,
+        "zstd": zstd,
         "lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
-        "compress": lambda _: b"\x1f\x9d\x90" + bytes(40), "lzip": lambda _: b"LZIP\x01\x0c" + bytes(40),
-        "sqlite": lambda _: b"SQLite format 3\0" + bytes(80),
-        **{of: lambda _, of=of: '{"text": "a"}\n'.encode(of) for of in UTF},
-    }.get(kind, bytes)(stream.getvalue())  # fmt: skip
+        "tar.gz": lambda _: gzip.compress(packed("tar")),
+    }.get(kind, bytes)
+    return compress(content)
 
 
-@pytest.mark.parametrize("name, kind, message", [
-    ("x.jsonl", "parquet", r"holds Parquet, not JSON; give it the ending \.parquet"),
-    ("x.txt", "parquet", r"holds Parquet, not text; give it the ending \.parquet"),
-    ("x.json", "gzip", r"holds gzip, not JSON; give it the ending \.gz"),
-    ("x", "gzip", r"holds gzip, not text; give it the ending \.gz"),
-    ("x.txt", "bzip2", r"holds bzip2, not text; give it the ending \.bz2"),
-    ("x.txt", "xz", r"holds xz, not text; give it the ending \.xz"),
-    ("x.parquet", "gzip", "holds gzip, not Parquet"),
-    ("x.parquet", "lfs", r"a pointer of Git LFS, not Parquet; fetch the file \(git lfs pull\)"),
-    ("x.parquet.gz", "gzip", "Parquet is compressed inside; unpack"),
-    ("x.txt", "lfs", "a pointer of Git LFS, not text"),
-    ("x.tar", "tar", r"holds a tar archive, not text; unpack it \(tar -xf '.*x.tar' -C FOLDER\)"),
-    ("x.tar.gz", "tar.gz", r"holds a tar archive inside gzip, not text; unpack it \(tar -xf "),
-    ("x.tgz", "tar.gz", "holds gzip, not text"),
-    ("x.jsonl.gz", "tar.gz", "holds a tar archive inside gzip, not JSON; unpack it"),
-    ("x.zip", "zip", r"holds a zip archive, not text; unpack it \(unzip "),
-    ("x.jsonl.gz", "zip", "begins as a zip archive, not as gzip"),
-    ("x.jsonl.bz2", "gzip", "begins as gzip, not as bzip2"),
-    ("x.jsonl", "utf-16", r"holds UTF-16, not JSON in UTF-8; write it as UTF-8 \(iconv -f UTF-16 -t UTF-8 "),
-    ("x.jsonl", "utf-16-le", "holds UTF-16LE, not JSON .*iconv -f UTF-16LE -t UTF-8 "),
-    ("x.json", "utf-16-be", "holds UTF-16BE, not JSON"),
-    ("x.ndjson", "utf-32-le", "holds UTF-32LE, not JSON"),
-    ("x.tar", "v7 tar", r"holds a tar archive, not text; unpack it \(tar -xf "),
-    ("x.jsonl", "v7 tar", "holds a tar archive, not JSON"),
-    ("x.jsonl.Z", "compress", r"holds the format of compress, not text; compress it anew \(gzip -dc '.*x.jsonl.Z' \|"),
-    ("x.jsonl", "lzma", r"holds lzma, not JSON; give it the ending \.lzma"),
-    ("x.jsonl.lz", "lzip", r"holds lzip, not text; compress it anew \(lzip -dc "),
-    ("x.txt", "sqlite", "holds SQLite, not text; write its rows as Parquet or .jsonl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("x.jsonl", "parquet", "not JSON but another format"),
+        ("x.txt", "parquet", "not text but another format"),
+        ("x.json", "gzip", "not JSON but another format"),
+        ("x", "gzip", "not text but another format"),
+        ("x.txt", "bzip2", "not text but another format"),
+        ("x.txt", "xz", "not text but another format"),
+        pytest.param("x.jsonl", "zstd", "not JSON but another format", marks=needs_zstd),
+        pytest.param("x.txt", "zstd", "not text but another format", marks=needs_zstd),
+        ("x.jsonl", "lzma", "not JSON but another format"),
+        pytest.param("x.parquet", "gzip", "damaged Parquet file, or one that", marks=needs_parquet),
+        pytest.param("x.parquet", "lfs", "damaged Parquet file, or one that", marks=needs_parquet),
+        ("x.parquet.gz", "gzip", "not Parquet but another format"),
+        ("x.txt", "lfs", r"not text but another format.*\(git lfs pull\)"),
+        ("x.jsonl", "lfs", "not JSON but another format"),
+        ("x.tar", "tar", "not text but another format"),
+        ("x.tar.gz", "tar.gz", "not text but another format"),
+        ("x.tgz", "tar.gz", "not text but another format"),
+        ("x.jsonl.gz", "tar.gz", "not JSON but another format"),
+        ("x.zip", "zip", "not text but another format"),
+        ("x.jsonl.gz", "zip", "damaged archive, or not gzip"),
+        ("x.jsonl.bz2", "gzip", "damaged archive, or not bzip2"),
+        ("x.jsonl", "utf-16", "not JSON but another format"),
+        ("x.jsonl", "utf-16-le", "not JSON but another format"),
+        ("x.json", "utf-16-be", "not JSON but another format"),
+        ("x.ndjson", "utf-32-le", "not JSON but another format"),
+    ],
+)
 def test_a_file_that_is_not_what_its_ending_says_is_named(tmp_path, name, kind, message):
     (tmp_path / name).write_bytes(packed(kind))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"{name}: {message}"):
         read([tmp_path / name])
-    with pytest.raises(UserError, match=message.replace("not text", "not rows")):  # of conversations, too
+    with pytest.raises(UserError, match=name):  # of conversations, too
         parts = parts_of([tmp_path / name], Fields("messages", format="messages"))
         list(read_part(parts[0], Fields("messages", format="messages")))
 
 
-@pytest.mark.parametrize("content, reason", [
-    ("größe".encode("utf-16"), "not UTF-8 but UTF-16"), ("text".encode("utf-16-le"), "not text but binary, or UTF-16"),
-    (b"%PDF-1.7\n\xe2\xe3", "not UTF-8 but PDF"), (b"\x7fELF\0\0", "not text but binary, or UTF-16"),
-    ("größe".encode("latin-1"), "not UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("größe".encode("utf-16"), "not UTF-8"),
+        ("text".encode("utf-16-le"), "not text but binary, or UTF-16"),
+        (b"%PDF-1.7\n\xe2\xe3", "not UTF-8"),
+        (b"\x7fELF\0\0", "not text but binary, or UTF-16"),
+        (b"SQLite format 3\0" + bytes(80), "not text but binary, or UTF-16"),
+        ("größe".encode("latin-1"), "not UTF-8"),
+    ],
+)
 def test_a_text_in_another_encoding_is_counted_as_what_it_is(tmp_path, content, reason):
     (tmp_path / "x.txt").write_bytes(content)
     assert [d.args[0] for d in read([tmp_path / "x.txt"])] == [reason]
@@ -334,6 +350,26 @@ def test_windows_above_128_mib_are_read(tmp_path):
     assert texts_of(read([tmp_path / "x.jsonl.zst"])) == TEXTS
 
 
+@needs_zstd
+def test_a_frame_that_zstd_skips_has_no_dictionary(tmp_path):
+    skipped = (0x184D2A55).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
+    (tmp_path / "x.jsonl.zst").write_bytes(skipped + zstd(lines(TEXTS)))
+    assert texts_of(read([tmp_path / "x.jsonl.zst"])) == TEXTS
+
+
+@needs_zstd
+@pytest.mark.parametrize("frame", ["first", "second"])
+def test_a_zstd_frame_with_a_dictionary_is_not_called_damaged(tmp_path, frame):
+    import zstandard
+
+    dictionary = zstandard.train_dictionary(4096, [json.dumps({"text": f"sentence {i}"}).encode() for i in range(4000)])
+    data = zstandard.ZstdCompressor(dict_data=dictionary).compress(lines(TEXTS))
+    assert zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data) == lines(TEXTS)
+    (tmp_path / "x.jsonl.zst").write_bytes(data if frame == "first" else zstd(lines(TEXTS)) + data)
+    with pytest.raises(UserError, match="x.jsonl.zst: was compressed with a dictionary .*zstd -D DICTIONARY -dc"):
+        read([tmp_path / "x.jsonl.zst"])
+
+
 COMPRESS = {
     ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
     ".lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
@@ -343,13 +379,12 @@ ENDINGS = [pytest.param(one, marks=needs_zstd if one == ".zst" else ()) for one 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("foreign", [b"rubbish", b"<!doctype html>", b"x", gzip.compress(b"x", mtime=0)[2:]])
-def test_whole_archives_with_foreign_bytes_behind_them_are_not_called_damaged(tmp_path, ending, foreign):
-    """The bytes may be a second stream whose begin is damaged, which the libraries leave out without a word."""
+def test_foreign_bytes_after_a_whole_archive_are_refused(tmp_path, ending, foreign):
+    """They may be a second stream whose beginning is damaged, which the libraries skip without an error."""
     file = tmp_path / f"x.jsonl{ending}"
     file.write_bytes(COMPRESS[ending](lines(TEXTS)) + foreign)
-    with pytest.raises(UserError, match=f"whole, with bytes behind its end that are not .*{file.name}") as caught:
+    with pytest.raises(UserError, match=f"{file.name}: damaged archive, or not "):
         read([file])
-    assert "damaged" not in str(caught.value)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -362,7 +397,7 @@ def test_streams_one_behind_the_other_and_zeros_that_pad_them_are_one_text(tmp_p
 
 
 @needs_parquet
-def test_parquet_that_this_reader_lacks_is_not_called_damaged(tmp_path):
+def test_encrypted_parquet_is_refused_with_the_reason(tmp_path):
     import pyarrow
     import pyarrow.parquet.encryption as encryption
 
@@ -374,27 +409,15 @@ def test_parquet_that_this_reader_lacks_is_not_called_damaged(tmp_path):
             return base64.b64encode(key)
 
     table, file = pyarrow.table({"text": TEXTS}), tmp_path / "x.parquet"
-    for plaintext_footer, message in (
-        (True, "encrypted Parquet .*write it without"),
-        (False, "holds encrypted Parquet"),
-    ):
+    for plaintext_footer in (True, False):
         properties = encryption.CryptoFactory(Keys).file_encryption_properties(
             encryption.KmsConnectionConfig(),
             encryption.EncryptionConfiguration("key", column_keys={"k": ["text"]}, plaintext_footer=plaintext_footer),
         )
         with pyarrow.parquet.ParquetWriter(file, table.schema, encryption_properties=properties) as writer:
             writer.write_table(table)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="does not read .*crypt.*without encryption"):
             read([file])
-
-
-@pytest.mark.parametrize("error, message", [
-    (OSError("While LZO compression is supported by Parquet, it is currently not supported by this"), "does not read"),
-    (NotImplementedError("Support for codec 'brotli' not built"), "does not read .*; write it anew"),
-    (OSError("Invalid BYTE_ARRAY value"), "damaged Parquet file"),
-])  # fmt: skip
-def test_an_error_of_pyarrow_is_told_by_its_words(error, message):
-    assert re.search(message, readers._parquet_fault(error))
 
 
 def test_rows_of_an_array_that_cannot_be_used_are_named(tmp_path):
@@ -502,7 +525,7 @@ def test_a_link_to_nothing_is_an_error(tmp_path, form, target):
         (tmp_path / "folder" / target).symlink_to("gone.txt")
     with pytest.raises(UserError, match="gone.txt: a link to nothing") as caught:
         find_files([str(tmp_path / form)], "input")
-    assert all(fault.endswith("a link to nothing; mend or remove it") for fault in caught.value.faults)
+    assert all(fault.endswith("a link to nothing; fix or remove it") for fault in caught.value.faults)
 
 
 def test_characters_of_globs_in_names_are_those_of_the_files(tmp_path):
@@ -563,3 +586,87 @@ def test_text_of_this_machine_is_an_input_too(tmp_path):
         UserError, match="'wikipedia': unknown; the embedded sources are python_stdlib, python_packages"
     ):
         find_files(["builtin:wikipedia"], "input")
+
+
+@needs_parquet
+def test_rows_of_parquet_with_nul_characters_are_counted(tmp_path):
+    write_parquet(tmp_path / "x.parquet", ["good", "a\0b"])
+    good, bad = read([tmp_path / "x.parquet"])
+    assert good.text == "good" and bad.args[0] == "holds NUL characters"
+
+
+@pytest.mark.parametrize(("fault", "part"), [("holds NUL characters", "\0"), ("not UTF-8", "\ud83d")])
+@pytest.mark.parametrize("place", ["content", "reasoning", "name", "key", "value", "tools"])
+def test_no_string_of_a_conversation_has_characters_that_no_text_has(fault, part, place):
+    strings = {name: "x" + part * (name == place) for name in ("content", "reasoning", "name", "key", "value", "tools")}
+    call = {"function": {"name": strings["name"], "arguments": {strings["key"]: strings["value"]}}}
+    answer = {
+        "role": "assistant", "content": "", "reasoning_content": strings["reasoning"], "tool_calls": [call],
+    }  # fmt: skip
+    row = {
+        "messages": [{"role": "user", "content": strings["content"]}, answer],
+        "tools": [{"name": strings["tools"]}],
+    }
+    document = read_row(row, "x.jsonl line 1", Fields("messages", format="messages"))
+    assert isinstance(document, BadDocument) and document.args == (fault, "x.jsonl line 1")
+
+
+@pytest.mark.parametrize("text", [r"the escape \u0000", "\\" * 3 + "u0000", "\ufffe", "\x01", "\U0001f600"])
+def test_other_characters_are_text(text):
+    row = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+    assert isinstance(read_row(row, "", Fields("messages", format="messages")), Document)
+    assert isinstance(read_row({"text": text}, "", Fields("text")), Document)
+
+
+@needs_parquet
+@pytest.mark.parametrize("form", ["saved", "saved/*", "saved/state.json", "."])
+def test_a_folder_of_save_to_disk_is_refused_with_the_command_that_makes_it_readable(tmp_path, form):
+    """The files are those that datasets 5.2 writes."""
+    import pyarrow
+
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    table = pyarrow.table({"text": ["a"]})
+    with pyarrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None, "_format_columns": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {"text": {"dtype": "string"}}}))
+    with pytest.raises(UserError, match=r"saved: was written by save_to_disk .*load_from_disk.*to_parquet") as caught:
+        find_files([str(tmp_path / form)], "input")
+    assert len(caught.value.faults) == 1
+
+
+def test_a_file_named_state_json_alone_is_rows(tmp_path):
+    (tmp_path / "state.json").write_text('{"text": "a"}')
+    assert texts_of(read([tmp_path])) == ["a"]
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("part_bytes", [100, 10**9])
+def test_a_line_above_the_longest_row_is_counted_in_bounded_memory(tmp_path, monkeypatch, ending, part_bytes):
+    monkeypatch.setattr(json_rows, "_READ_CHARACTERS", 1000)
+    monkeypatch.setattr(json_rows, "MAX_ROW_CHARACTERS", 5000)
+    monkeypatch.setattr(readers, "PART_BYTES", part_bytes)
+    longest = lines(["t" * 4000])[:-1].ljust(4999) + b"\n"
+    above = lines(["t" * 100_000])
+    file = tmp_path / f"x.jsonl{ending}"
+    file.write_bytes((gzip.compress if ending else bytes)(lines(["a"]) + longest + above + lines(["b"]) + longest[:-1]))
+    documents = read([file])
+    assert texts_of(documents) == ["a", "t" * 4000, "b", "t" * 4000]
+    (bad,) = [document for document in documents if isinstance(document, BadDocument)]
+    assert bad.args[0] == json_rows.LONG_LINE and readers.with_line(bad.args[1]).endswith("line 3")
+
+
+def test_the_memory_for_a_line_does_not_grow_with_it(tmp_path):
+    with gzip.open(tmp_path / "x.jsonl.gz", "wb") as stream:
+        for _ in range(200):
+            stream.write(b"a" * 2**20)
+    tracemalloc.start()
+    try:
+        with readers.opened(tmp_path / "x.jsonl.gz") as stream:
+            assert json_rows.read_line(stream) == (None, 200 * 2**20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * json_rows.MAX_ROW_CHARACTERS  # readline doubles its buffer

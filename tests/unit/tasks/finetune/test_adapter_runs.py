@@ -12,13 +12,12 @@ from glm46.cli import main
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
-from glm46.engine.training.origin import refuse_origin
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
+from glm46.operate.launch.train_rank import train
 from glm46.storage.huggingface.peft_export import export_adapter
-from glm46.storage.huggingface.step_tensors import StepTensors
-from glm46.tasks.finetune.task import train
-from glm46.tasks.pretrain.task import train as pretrain
+from glm46.tasks.weights.start_folders import refuse_weights
 from tests.small_run import TINY
+from tests.step_tensors import step_tensors
 from tests.unit.storage.huggingface.adapters import adapters
 
 NO_BALANCE = {"balance": "none", "sequence_aux_loss_weight": 0.0}
@@ -35,7 +34,7 @@ def base(source_folder, tmp_path_factory) -> Path:
         checkpoint={"last_save_in_hf": True}, model={"num_nextn_predict_layers": 0},
         moe={"bias_update_rate": 0.05},
     )  # fmt: skip
-    assert pretrain(config) == 0
+    assert train(config) == 0
     return folder
 
 
@@ -56,15 +55,15 @@ def losses(folder: Path) -> list[float]:
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(StepTensors(folder))
+    return step_tensors(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_adapters_begin_as_the_base_and_their_checkpoints_hold_nothing_else(make_config, base, tmp_path, name):
-    profiling = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1}
+    profiling = {"enable_profiling": True, "profile_freq": 4}
     assert train(adapted(make_config, base, name=name, profiling=profiling)) == 0
-    assert (tmp_path / "out/profile_traces/step-000004/rank0_modules.json").is_file()
+    assert (tmp_path / "out/profile_traces/step-000004/rank0_flops.json").is_file()
     before, *_, after = losses(tmp_path / "out")
     assert before == losses(base)[-1] and after < before
     step = tmp_path / "out/checkpoint/step-000004"
@@ -107,7 +106,7 @@ def test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bi
     model = TINY | {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
     usual = {"model": model | {"num_nextn_predict_layers": 0}, "moe": NO_BALANCE}
     begun = make_config(**usual, job={"dump_folder": str(tmp_path / "base")}, training={"steps": 2})
-    assert pretrain(begun) == 0
+    assert train(begun) == 0
     first, base = str(tmp_path / "base/checkpoint/step-000002"), tmp_path / "quantised"
     assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(base), "--dtype", scheme]) == 0
     steps = {}
@@ -138,7 +137,51 @@ def test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bi
         assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(tmp_path / "bf16")]) == 0
         checkpoint = config.checkpoint.model_copy(update={"initial_load_path": str(tmp_path / "bf16")})
         job = config.job.model_copy(update={"dump_folder": str(tmp_path / "other")})
-        refuse_origin(config.model_copy(update={"checkpoint": checkpoint, "job": job}))
+        refuse_weights(config.model_copy(update={"checkpoint": checkpoint, "job": job}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a quantised base on this torch"
+)
+@pytest.mark.parametrize(("trained", "used", "remedy"), [
+    ("nf4", None, 'set adapter.base_dtype = "nf4"'), (None, "nf4", "remove adapter.base_dtype"), ("nf4", "nf4", None),
+])  # fmt: skip
+def test_adapters_on_a_base_that_is_held_otherwise_are_told_once(
+    make_config, source_folder, tmp_path, capsys, trained, used, remedy
+):
+    """A run that starts from their folder, and one that resumes from their checkpoint."""
+    from tests.small_run import small_config
+
+    wide = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+    shape = wide | {"num_nextn_predict_layers": 0}
+    config = small_config(
+        source_folder, tmp_path / "wide", training={"steps": 1}, checkpoint={"last_save_in_hf": True}, model=shape
+    )
+    assert train(config) == 0
+    start = {
+        "initial_load_path": str(tmp_path / "wide/huggingface/step-000001"), "initial_load_in_hf": True,
+        "last_save_in_hf": True, "interval": 2, "async_mode": "disabled",
+    }  # fmt: skip
+
+    def tune(name: str, steps: int, base_dtype: str | None, **adapter) -> str:
+        tables = {"rank": 4, "expert_rank": 4, "base_dtype": base_dtype} | adapter
+        config = small_config(
+            source_folder, tmp_path / name, model=shape, checkpoint=start, finetune={}, moe=NO_BALANCE,
+            training={"steps": steps}, adapter={key: value for key, value in tables.items() if value is not None},
+        )  # fmt: skip
+        capsys.readouterr()
+        assert train(config) == 0
+        return capsys.readouterr().out
+
+    tune("first", 2, trained)
+    folder = tmp_path / "first/huggingface/step-000002"
+    loaded = tune("next", 2, used, initial_load_path=str(folder))
+    resumed = tune("first", 4, used)
+    lines = [line for line in loaded.splitlines() if line.startswith(f"adapter.initial_load_path = {str(folder)!r}: ")]
+    lines_of_resume = [line for line in resumed.splitlines() if "were trained on other values of the base" in line]
+    assert len(lines) == len(lines_of_resume) == (remedy is not None)
+    assert remedy is None or (lines[0].endswith(remedy) and "adapter.base_dtype = " in lines_of_resume[0])
 
 
 @pytest.mark.slow
@@ -155,7 +198,7 @@ def test_another_base_is_refused_with_what_changed(make_config, base, tmp_path):
         train(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
     shutil.rmtree(mine / "huggingface")
     with pytest.raises(UserError, match="no such folder"):
-        refuse_origin(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
+        refuse_weights(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
 
 
 @pytest.mark.slow
@@ -219,11 +262,11 @@ def test_a_folder_of_other_adapters_is_refused_before_the_start(make_config, bas
     other = {"name": "lora", "rank": 8, "targets": ["attention"], "initial_load_path": str(tmp_path / "folder")}
     config = adapted(make_config, base, in_hf=True, adapter=other)
     with pytest.raises(UserError, match="adapter.initial_load_path = .*folder: no such folder; give a PEFT folder"):
-        refuse_origin(config)
+        refuse_weights(config)
     shape = resolve_shape(config.model)
     export_adapter(tmp_path / "folder", shape, adapters(["dense"], shape=shape), scale=1.0, base="base")
     with pytest.raises(UserError, match="adapter.initial_load_path = .*lacks.*q_proj.*adapter.targets"):
-        refuse_origin(config)
+        refuse_weights(config)
 
 
 def test_patterns_for_the_base_are_refused(make_config, base):

@@ -10,17 +10,16 @@ import torch
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
+from glm46.engine.evaluation import network_rows
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.loading import load_for_inference
 from glm46.engine.inference.sampling import Sampling
+from glm46.operate.launch.train_rank import train
 from glm46.storage.chats import chat
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.pipeline import prepare_text
-from glm46.tasks.finetune.task import train
-from glm46.tasks.pretrain import network_rows
-from glm46.tasks.pretrain.task import train as pretrain
 from tests.small_run import call_here
 
 MESSAGES = ["function_3", "return"]
@@ -29,7 +28,7 @@ MESSAGES = ["function_3", "return"]
 @pytest.fixture
 def base(make_config, tmp_path) -> str:
     """A step folder to start from."""
-    assert pretrain(make_config(job={"dump_folder": str(tmp_path / "base")}, training={"steps": 2})) == 0
+    assert train(make_config(job={"dump_folder": str(tmp_path / "base")}, training={"steps": 2})) == 0
     return str(tmp_path / "base/checkpoint/step-000002")
 
 

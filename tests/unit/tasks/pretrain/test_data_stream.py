@@ -13,12 +13,12 @@ from glm46.config.check import check_config
 from glm46.engine.training import services
 from glm46.engine.training.state import Progress
 from glm46.operate.estimate.plan_sizes import step_tokens
+from glm46.operate.launch.train_rank import train
 from glm46.run.plan import resolve_plan
 from glm46.storage.data.corpus import load_text, plan_sources
 from glm46.storage.data.manifest import Manifest, load_manifest
 from glm46.storage.prepare.sharding import SplitWriter, save_manifest
 from glm46.tasks.pretrain.data_stream import DataStream, rows_read
-from glm46.tasks.pretrain.task import train
 
 STAGES = [
     {"start_tokens": 0, "seq_len": 16, "documents": [0.0, 0.6]},

@@ -8,10 +8,10 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.operate.launch.train_rank import train
 from glm46.run.plan import resolve_plan
 from glm46.storage.prepare import input_files
 from glm46.storage.prepare.pipeline import prepare_run
-from glm46.tasks.pretrain.task import train
 from tests.small_run import call_here
 
 EXAMPLE = Path(__file__).parents[4] / "train_configs" / "data_example.toml"

@@ -11,8 +11,9 @@ from glm46.commands.convert import convert_command
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.engine.inference.loading import load_for_inference
-from glm46.storage.huggingface.step_tensors import StepTensors
-from glm46.tasks.pretrain.task import train
+from glm46.operate.launch.train_rank import train
+from glm46.storage.checkpoint.stored_values import StepTensors
+from tests.step_tensors import step_tensors
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -58,7 +59,7 @@ def figures(folder: Path) -> tuple[list, dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "tokens", "loss", "mtp_loss", "grad_norm", "validation_loss")
     steps = [{key: row[key] for key in keys if key in row} for row in rows]
-    return steps, dict(StepTensors(last_step(folder)))
+    return steps, step_tensors(last_step(folder))
 
 
 def last_step(folder: Path) -> Path:

@@ -68,6 +68,21 @@ def main(kind: str) -> None:
         first = ask(question, max_tokens=6)
         ask(question, first, question, max_tokens=6)
         return
+    if kind == "score and warning":
+        ask(question, max_tokens=6)
+        print(0.75)
+        print("a warning", file=sys.stderr)
+        return
+    if kind == "score in errors":
+        ask(question, max_tokens=6)
+        print(1.0, file=sys.stderr)
+        return
+    if kind == "nests folders":
+        ask(question, max_tokens=6)
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+        return
     if kind == "branches":
         first = ask(question, max_tokens=6)
         for name in ("One", "Two", "Three"):
@@ -97,6 +112,9 @@ def main(kind: str) -> None:
         messages = [question, first]
         while True:
             messages += [question, ask(*messages, question)]
+    elif kind == "compacts":
+        refused, _ = call(json.dumps({"messages": [user("much text " * 2000)]}).encode())
+        ask(user(f"A summary, after status {refused}."))
     elif kind == "own score":
         print("score", TASK["prompt"].replace("Say", "\n"))
     elif kind == "file":

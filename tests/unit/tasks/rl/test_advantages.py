@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.tasks.rl.fields import differing_groups, generalised_advantages, group_advantages, whiten
+from glm46.tasks.rl.fields import (
+    REWARD_ROUNDING,
+    differing_groups,
+    generalised_advantages,
+    group_advantages,
+    whiten,
+)
 
 NUMBERS = st.floats(-3, 3, allow_nan=False, width=32)
 GROUPED = st.lists(st.tuples(st.integers(-2, 3), NUMBERS), min_size=1, max_size=20)
@@ -20,7 +26,9 @@ def test_group_advantages_are_those_of_each_group_alone(baseline, grouped):
     for number in groups.unique():
         of, own = groups == number, rewards[groups == number].tolist()
         mean = sum(own) / len(own)
-        if len(set(own)) == 1:
+        largest = max(abs(reward) for reward in own)
+        is_equal = max(own) - min(own) <= REWARD_ROUNDING * max(largest, 0.125)
+        if is_equal:
             expected = [0.0] * len(own)
         elif baseline == "leave_one_out":
             expected = [r - (sum(own) - r) / (len(own) - 1) for r in own]
@@ -29,7 +37,32 @@ def test_group_advantages_are_those_of_each_group_alone(baseline, grouped):
             expected = [(r - mean) / (deviation if baseline == "group_std" else 1.0) for r in own]
         torch.testing.assert_close(found[of], torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-9)
         assert found[of].sum().abs() < 1e-5
-        assert differing_groups(rewards, groups)[of].tolist() == [len(set(own)) > 1] * len(own)
+        assert differing_groups(rewards, groups)[of].tolist() == [not is_equal] * len(own)
+
+
+EQUAL_REWARDS = [
+    [0.1 + 0.2, 0.3, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0], [sum([0.1] * 10), 1.0], [0.7 * 0.1 + 0.9 * 0.3, 0.34],
+    [float(torch.tensor(0.3)), 0.3], [0.1, float(torch.nextafter(torch.tensor(0.1), torch.tensor(1.0)))],
+    [1e6 * (0.1 + 0.2), 3e5], [float(torch.tensor(0.1) + torch.tensor(0.2) - torch.tensor(0.3)), 0.0], [-1.0, -1.0],
+]  # fmt: skip
+DIFFERING_REWARDS = [[0.0, 1e-6], [1.0, 1.000001], [0.3, 0.30001], [1000.0, 1000.001], [-0.5, 0.5], [1e6, 1e6 + 1]]
+
+
+@pytest.mark.parametrize("baseline", ["group_std", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("rewards", EQUAL_REWARDS)
+def test_rewards_that_differ_by_rounding_are_equal(rewards, baseline):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    groups = torch.zeros(len(rewards), dtype=torch.int64)
+    assert not differing_groups(rewards, groups).any()
+    assert not group_advantages(rewards, groups, baseline).any()
+
+
+@pytest.mark.parametrize("rewards", DIFFERING_REWARDS)
+def test_rewards_that_differ_by_more_than_rounding_teach(rewards):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    groups = torch.zeros(len(rewards), dtype=torch.int64)
+    assert differing_groups(rewards, groups).all()
+    assert group_advantages(rewards, groups, "group_mean").all()
 
 
 def test_groups_of_one_three_and_eight():

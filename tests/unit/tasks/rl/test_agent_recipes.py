@@ -14,6 +14,7 @@ import torch.distributed as dist
 from glm46.config.loader import load_config
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
+from glm46.operate.launch.train_rank import train
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
@@ -24,7 +25,6 @@ from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
-from glm46.tasks.rl.task import train
 from tests.unit.tasks.rl.samples import InRounds
 
 FOLDER = Path(__file__).parents[4] / "train_configs"

@@ -20,7 +20,8 @@ from glm46.storage.chats.conversation import Conversation, Message, ToolCall
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.rl.conversations import Conversations
 from glm46.tasks.rl.environment import run_episodes
-from glm46.tasks.rl.journal import FOLDER, write_fields, write_rollout
+from glm46.tasks.rl.journal import write_fields, write_rollout
+from glm46.tasks.rl.journal_files import FOLDER
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
@@ -210,33 +211,6 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
         f"3 of 5 samples are dropped without reward, because of {faults[0]}",
         f"1 of 5 samples are dropped without reward, because of {faults[3]}",
     ], "the first and the second time"
-
-
-@pytest.mark.slow
-def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_their_place(tokenizer):
-    """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted."""
-    texts = ["a", "a", "", "b", "a", "b", "c", "d", "e", "f"]
-
-    class Engine:
-        def generate(self, requests, rules):
-            tokens = [tokenizer.encode(texts.pop(0)).tolist() + [tokenizer.special["<|user|>"]] for _ in requests]
-            return [Completion(one, [-1.0] * len(one), "stop", [VersionSpan(0, 7)], None) for one in tokens]
-
-    of, said, name = sampler(Engine(), tokenizer, None), [], "tests.unit.tasks.rl.rewards.bad_rewards:differing"
-    of.config = of.config.model_copy(update={
-        "filter": name, "group_size": 2, "prompts_per_rollout": 3, "dynamic_sampling": False,
-    })  # fmt: skip
-    of.environment, of.say, of.filter = None, said.append, FunctionPool([RewardRule(name)], key="rl.filter")
-    of.prompts = [Prompt([1, number], "?", "a") for number in range(9)]
-    try:
-        rollout = generate_rollout(of, of.generate_groups, 7, 0)
-    finally:
-        of.filter.close()
-    assert rollout.group.tolist() == [2, 2, 3, 3, 4, 4] and rollout.next_prompt == 5 and not texts
-    assert said == [f"rl.filter = {name!r}: a group is left out, because of ValueError: empty"]
-    assert rollout.figures["generated_samples"] == 10
-    with pytest.raises(UserError, match=r"rl\.filter: a function cannot be loaded.*no_such"):
-        FunctionPool([RewardRule("no_such_module:f")], key="rl.filter")
 
 
 def in_rounds(of: Sampler, request: Request) -> list[EpisodeEnd]:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.storage.prepare.jail import NO_JAIL
+from glm46.storage.judge.jail import NO_JAIL
 from glm46.tasks.rl import episodes
 from glm46.tasks.rl.episode_checks import TASK_NAME, require_episodes, task_of, without
 from glm46.tasks.rl.episodes import CommandEpisodes
@@ -66,9 +67,11 @@ class Echo(InRounds):
 
 
 @pytest.fixture
-def make_sampler(tokenizer, request, tmp_path):
+def make_sampler(tokenizer, request, tmp_path, monkeypatch):
     def make(kinds: list[str], environment: dict, rewards: tuple[str, ...] = ("length",)) -> Sampler:
+        """``environment``: [rl.environment], and ``tries``, the runs of an episode that fails."""
         table = {"max_turns": 2, **environment}
+        monkeypatch.setattr(episodes, "TRIES", table.pop("tries", 2))
         config = RLConfig.model_validate({
             "prompts_per_rollout": len(kinds), "group_size": 2, "prompts": {"file": "p.jsonl"},
             "rewards": [{"name": name} for name in rewards], "environment": table,
@@ -154,6 +157,14 @@ def test_an_episode_of_two_samples_counts_once(program, make_sampler, length):
     assert rollout.figures["generated_samples"] == 2
     is_last = ["Another" in of.tokenizer.decode(rollout.prompt(number)) for number in range(4)]
     assert is_last == [True, False] * 2, "the sample with the last turn comes first"
+
+
+@KINDS
+def test_the_answer_of_a_program_that_made_room_is_finished(program, make_sampler, length):
+    of = make_sampler(["compacts"], program())
+    for end in of.generate_groups(0, 1):
+        assert not end.fault and end.completion.finish == "stop"
+        assert "A summary, after status 400." in of.tokenizer.decode(end.samples[0].prompt)
 
 
 @pytest.mark.slow
@@ -384,7 +395,8 @@ def test_packages_that_a_script_declares_are_looked_for_before_work(head, said, 
 def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_neither(make_sampler, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     script = (
-        "import json, sys\ngiven = json.load(sys.stdin)\nassert open('found.txt').read() == 'None False'\n"
+        "import json, os, sys\ngiven = json.load(sys.stdin)\nfolder = os.environ['GLM46_EPISODE_FOLDER']\n"
+        "assert open(folder + '/found.txt').read() == 'None False' and not os.listdir('.')\n"
         "assert given['messages'][-1]['role'] == 'assistant'\nprint('score')\nprint(int(given['row']['label']) + 0.5)"
     )
     of = make_sampler(
@@ -403,8 +415,35 @@ def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_nei
     # Refused turns end a program that does not expect it; the words of its error are not the cause.
     of = make_sampler(["many turns"], command(), ("score",))
     faults = {one.fault for one in score(of, of.generate_groups(0, 1))}
-    words = ("a request was refused (", "max_turns", "the last line that it printed is not a number: '")
+    words = ("a request was refused (", "max_turns", "it printed nothing; print the score in the last line")
     assert all(word in fault for word in words for fault in faults) and faults
+
+
+def test_standard_error_is_no_score_and_hides_none(make_sampler):
+    sampler = make_sampler(["score and warning", "score in errors"], command(tries=1), ("score",))
+    ends = score(sampler, sampler.generate_groups(0, 2))
+    rewards = {(sampler.prompt(end.group).row["kind"], end.reward) for end in ends}
+    assert rewards == {("score and warning", 0.75), ("score in errors", None)}
+    assert all("it printed nothing; print the score" in end.fault for end in ends if end.reward is None)
+    for script, expected in (("print(0.5); sys.stderr.write('late')", 0.5), ("sys.stderr.write('1.0')", None)):
+        judge = [sys.executable, "-c", f"import sys; {script}"]
+        sampler = make_sampler(["cut"], command(score_command=judge, tries=1, timeout_seconds=100.0), ("score",))
+        assert {end.reward for end in score(sampler, sampler.generate_groups(0, 1))} == {expected}
+
+
+def test_a_folder_that_cannot_be_walked_ends_nothing(make_sampler, length, tmp_path, monkeypatch):
+    """Nested deeper than Python recurses; a fault that a program causes in the trainer fails its own episode."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sampler = make_sampler(["nests folders"], command(tries=1))
+    assert not any(end.fault for end in sampler.generate_groups(0, 1))
+    assert not [path for path in tmp_path.iterdir() if path.name != "failed"], "no folder stays"
+
+    def full_disk():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full_disk)
+    faults = {end.fault for end in sampler.generate_groups(0, 1)}
+    assert faults == {"rl.environment: OSError: [Errno 28] No space left on device"}
 
 
 @pytest.mark.parametrize(

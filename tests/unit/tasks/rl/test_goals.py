@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.loader import load_config
-from glm46.tasks.rl.task import train
+from glm46.operate.launch.train_rank import train
 
 RECIPE = Path(__file__).parents[4] / "train_configs" / "rl_debug.toml"
 

@@ -1,5 +1,6 @@
 """Which rollouts and groups of an earlier start a run takes up."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -8,11 +9,12 @@ import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
-from glm46.tasks.rl import journal as journal_module
+from glm46.tasks.rl import source_files as source_module
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SessionSample, VersionSpan
 from glm46.tasks.rl.samples import Samples, to_samples
+from glm46.tasks.rl.source_files import source_files
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +77,62 @@ def test_a_program_that_was_edited_decides_what_is_generated(journal_of, tmp_pat
     assert journal_of(environment).ahead_folder != folder
 
 
+@pytest.mark.parametrize(("where", "tables"), [
+    ("judges.py", {"rewards": [{"name": "judges:judge"}]}),
+    ("judges.py", {"environment": {"function": "judges:judge"}}),
+    ("tables/prices.py", {"rewards": [{"name": "judges:judge"}]}),
+    ("tables/__init__.py", {"rewards": [{"name": "judges:judge"}]}),
+    ("tables/deep/rates.py", {"rewards": [{"name": "judges:judge"}]}),
+    ("prices.json", {"rewards": [{"name": "judges:judge", "options": {"file": "FOLDER/prices.json"}}]}),
+    ("helpers.py", {"environment": {"kind": "command", "command": ["python3", "FOLDER/agent.py"]}}),
+    ("helpers.py", {"environment": {"kind": "worker", "command": ["python3", "FOLDER/agent.py"]}}),
+    ("helpers.py", {"environment": {"kind": "command", "command": ["sh", "x"],
+                                    "score_command": ["python3", "FOLDER/agent.py"]}}),
+    ("prices.json", {"environment": {"kind": "command", "command": ["python3", "x", "--prices=FOLDER/prices.json"]}}),
+    ("shop/agent.py", {"environment": {"kind": "command", "command": ["python3", "-m", "shop.agent"]}}),
+    ("shop/__main__.py", {"environment": {"kind": "command", "command": ["python3", "-m", "shop"]}}),
+])  # fmt: skip
+def test_corrected_code_of_the_user_decides_what_is_generated(journal_of, tmp_path, monkeypatch, where, tables):
+    """Also the modules that a function or a program imports; none is run to find them."""
+    folder = tmp_path / "code"
+    fails = "raise AssertionError('this was run')\n"
+    for name, text in {
+        "judges.py": "import json, numpy, missing_module\nfrom tables import prices\n",
+        "tables/__init__.py": "", "tables/prices.py": "from .deep import rates\n",
+        "tables/deep/rates.py": "import judges\n",
+        "prices.json": "{}", "agent.py": "def main():\n    import helpers\n", "helpers.py": "",
+        "shop/agent.py": "", "shop/__main__.py": "from shop.agent import main\n", "unused.py": "",
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + fails)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    tables = json.loads(json.dumps(tables).replace("FOLDER", str(folder)))
+    before = journal_of(tables).ahead_folder
+    (folder / "unused.py").write_text("changed = 1")
+    assert journal_of(tables).ahead_folder == before
+    (folder / where).write_text((folder / where).read_text() + "changed = 1\n")
+    assert journal_of(tables).ahead_folder != before
+
+
+def test_what_judges_in_glm46_decides_and_installed_packages_do_not(make_run, tmp_path):
+    """A corrected built-in reward is a corrected reward."""
+    prompts = {"file": str(tmp_path / "prompts.jsonl"), "label_key": "label"}
+    config = make_run("run", 6, {"rewards": [{"name": "math"}, {"name": "code"}], "prompts": prompts})
+    names = {file.name for file in source_files(config.rl)}
+    assert {"answer.py", "equal_results.py", "maths.py", "code.py", "tested_program.py", "limited.py"} <= names
+    assert all("site-packages" not in file.parts for file in source_files(config.rl)) and len(names) < 40
+
+
 def test_a_large_file_of_a_command_is_known_by_its_size_and_time(journal_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_LARGE", 8)
+    monkeypatch.setattr(source_module, "_LARGE", 8)
     index = tmp_path / "index.db"
     index.write_text("many passages")
     environment = {"environment": {"kind": "command", "command": ["python3", str(index)]}}
-    monkeypatch.setattr(journal_module, "hash_file", lambda path: pytest.fail(f"{path} is read"))
+    hash_file = source_module.hash_file
+    monkeypatch.setattr(
+        source_module, "hash_file", lambda path: pytest.fail("it is read") if path == index else hash_file(path)
+    )
     folder = journal_of(environment).ahead_folder
     assert journal_of(environment).ahead_folder == folder
     os.utime(index, (1, 1))
@@ -161,7 +213,7 @@ def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
     assert journal.outlook(3, 0, 6).endswith(f"not generated again; 2 groups {behind}")
     none = journal.outlook(4, 0, 10)
     assert none.startswith("rollout: none is read from the journal") and none.endswith(
-        f"keys and this format; 1 group {behind}"
+        f"functions, keys and this format; samples and rewards are made anew; 1 group {behind}"
     )
 
 

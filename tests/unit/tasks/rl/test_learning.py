@@ -4,21 +4,46 @@ python -m pytest tests/unit/tasks/rl/test_learning.py -m long
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomli
+import tomli_w
 
-from glm46.tasks.rl.task import train
+from glm46.config.loader import load_config
+from glm46.operate.launch.train_rank import train
 
+ROOT = Path(__file__).parents[4]
 ALGORITHMS = {"gspo": [], "grpo": [], "ppo": ["--rl.critic.lr", "1e-3", "--rl.critic.warmup_tokens", "655360"]}
 """Keys beside the algorithm, see docs/rl.md."""
 
 
-TOY = Path(__file__).parents[5] / "shared" / "cases" / "agentic"
-"""A run of others that learns in conversations of two turns: its reward is 0.20, 0.41, 0.61, 0.72 in steps of 40."""
+TWO_TRIES = {
+    "rl": {"algorithm": "grpo"},
+    "environment": {"function": "tests.unit.tasks.rl.two_tries:repeat_the_digits", "max_turns": 2},
+    "first_try": {"name": "tests.unit.tasks.rl.two_tries:first_try", "weight": 0.0},
+    "max_new_tokens": 40,
+}
+"""Changes of rl_debug.toml. Its held-out reward is about 0.20, 0.41, 0.61, 0.72 in steps of 40."""
+
+
+def two_tries(folder: Path, *, worker: bool) -> Path:
+    """A file of rl_debug.toml with conversations of two turns, by our function or by a program."""
+    config = tomli.loads((ROOT / "train_configs" / "rl_debug.toml").read_text(encoding="utf-8"))
+    config["rl"] |= TWO_TRIES["rl"]
+    config["rollout"]["max_new_tokens"] = TWO_TRIES["max_new_tokens"]
+    config["checkpoint"]["interval"] = 120
+    if worker:
+        program = "train_configs/programs/sort_digits.py"
+        config["rl"]["environment"] = {"kind": "worker", "command": [sys.executable, program], "max_turns": 2}
+    else:
+        config["rl"]["environment"] = TWO_TRIES["environment"]
+        config["rl"]["rewards"].append(TWO_TRIES["first_try"])
+    file = folder / "two_tries.toml"
+    file.write_text(tomli_w.dumps(config), encoding="utf-8")
+    return file
 
 
 def rows(folder: Path) -> list[dict]:
@@ -72,32 +97,30 @@ def test_the_debug_run_raises_its_reward(tmp_path, seed):
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.skipif(not TOY.is_dir(), reason="the cases of others are not beside this checkout")
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param([], id="function"),
-        pytest.param(
-            ["--rl.environment.kind", "worker", "--rl.environment.function=", "--rl.rewards", '[{name = "exact"}]',
-             "--rl.environment.command", f'["{sys.executable}", "train_configs/programs/sort_digits.py"]'],
-            id="worker",
-        ),
-    ],
-)  # fmt: skip
-def test_a_handed_conversation_of_two_turns_is_learned(keys, tmp_path):
+@pytest.mark.parametrize("worker", [False, True], ids=["function", "worker"])
+def test_a_conversation_of_two_turns_is_learned(worker, tmp_path):
     """Three minutes on two cores."""
 
     def run(name: str, config: Path | str, *keys: str) -> None:
         command = [sys.executable, "-m", "glm46", "train", "--config", str(config), *keys]
-        paths = os.pathsep.join([str(TOY), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = ["--job.dump_folder", str(tmp_path / name)]
-        subprocess.run(
-            [*command, *folder], check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": paths}
-        )
+        subprocess.run([*command, *folder], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
 
     run("labels", "train_configs/rl_debug_labels.toml")
     start = tmp_path / "labels" / "checkpoint" / "step-000040"
-    run("two", TOY / "second_try.toml", "--checkpoint.initial_load_path", str(start), *keys)
-    found = [row["validation_reward/sorting"] for row in rows(tmp_path / "two") if "validation_reward/sorting" in row]
+    run("two", two_tries(tmp_path, worker=worker), "--checkpoint.initial_load_path", str(start))
+    validated = [row for row in rows(tmp_path / "two") if "validation_reward/sorting" in row]
+    rewards = [row["validation_reward/sorting"] for row in validated]
     # 512 answers: a deviation of 0.02.
-    assert len(found) == 4 and found[0] < 0.3 and found[-1] >= 0.65, found
+    assert len(rewards) == 4
+    assert rewards[0] < 0.3
+    assert rewards[-1] >= 0.65, rewards
+
+
+@pytest.mark.parametrize("worker", [False, True], ids=["function", "worker"])
+def test_the_file_of_two_turns_is_a_run(worker, tmp_path):
+    """The test above is long: this one reads its file."""
+    config = load_config(two_tries(tmp_path, worker=worker), [], world_size=1)
+    assert config.rl is not None
+    assert config.rl.environment is not None
+    assert config.rl.environment.max_turns == 2

@@ -16,17 +16,18 @@ from rich.cells import cell_len
 from glm46.commands.rl import _token_lines, rl_command
 from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import refuse_small_disk
-from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
+from glm46.engine.reliability.stop import EXIT_STOPPED, StopRequest
 from glm46.files import array_file
+from glm46.operate.launch.train_rank import train
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
 from glm46.tasks.rl import journal, loop, rollouts
-from glm46.tasks.rl.journal import read_rollout, removable, rollout_steps
+from glm46.tasks.rl.journal import read_rollout, removable
+from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.rollout import local
-from glm46.tasks.rl.task import train
 from tests.ranks.training_kills import contents
 from tests.small_run import terminal
 
@@ -108,11 +109,10 @@ def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", ["whole", "stopped", "fault"])
+@pytest.mark.parametrize("ends", ["whole", "stopped"])
 def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_end(make_run, monkeypatch, ends):
     """However a run ends."""
-    rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
-    config, stop = make_run("run", 4, rl), StopRequest()
+    config, stop = make_run("run", 4), StopRequest()
 
     def generate_then_stop(self, progress):
         if ends == "stopped" and progress.step == 2:
@@ -122,10 +122,7 @@ def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_en
     begin = loop.RolloutLoop.rollout
     monkeypatch.setattr(loop.RolloutLoop, "rollout", generate_then_stop)
     with terminal() as shown:
-        try:
-            train(config, stop)
-        except Diverged as error:
-            print(error.faults[0])
+        train(config, stop)
         screen = re.sub(r"\x1b\[[0-9;]*m", "", shown())
     bars = re.findall(r"step (\d) \u2501.*?% (\S+) (\S+)", screen)
     assert {word for _, word, _ in bars} == {"reward"} and "non-finite" not in screen, screen
@@ -134,7 +131,7 @@ def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_en
     log = (Path(config.job.dump_folder) / "log.txt").read_text()
     lines = [line.split("  ", 1)[1] for line in log.splitlines() if " reward " in line and " left" in line]
     assert len(lines) == len(rewards) and all(line in screen for line in lines)
-    last = {"whole": "metrics      ", "fault": "is below rl.stop.min_entropy"}.get(ends, "The same command continues")
+    last = {"whole": "metrics      "}.get(ends, "The same command continues")
     assert screen.rindex("\u2501") < screen.rindex("\x1b[?25h") < screen.rindex(last)
 
 
@@ -156,9 +153,8 @@ def test_the_planned_size_of_a_checkpoint_is_that_on_the_disk_and_no_checkpoint_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", [True, False])
-def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, capsys, normalize):
-    config = make_run("run", 1, {"correction": {"normalize": normalize}})
+def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, capsys):
+    config = make_run("run", 1)
     assert train(config) == 0
     capsys.readouterr()
     shown = ["--samples", "3", "--tokens"]
@@ -239,24 +235,6 @@ def test_the_penalty_for_length_is_a_column(make_run):
     found = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
     lengths = found.lengths - found.prompt_lengths
     assert row["overlong_penalty"] == pytest.approx(-(lengths - 3).clip(0).mean() / 3) and row["overlong_penalty"] < 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stop", "said", "steps"),
-    [
-        ({"min_entropy": 50.0}, ["entropy", "rl.stop.min_entropy = 50", "lower it"], [1]),
-        ({"max_mismatch_kl": 1e-30}, ["mismatch_kl", "rl.stop.max_mismatch_kl = 1e-30"], [1]),
-        ({"equal_rollouts": 2}, ["2 rollouts", "rl.stop.equal_rollouts = 2", "rl inspect"], [1, 2]),
-    ],
-)
-def test_a_bound_ends_the_run_behind_a_save(make_run, stop, said, steps):
-    rl = {"stop": stop} | ({"rewards": [{"name": "repetition"}]} if "equal_rollouts" in stop else {})
-    config = make_run("run", 4, rl)
-    with pytest.raises(Diverged) as error:
-        train(config)
-    assert all(part in error.value.faults[0] for part in said), error.value.faults
-    assert published_steps(config.checkpoint_folder) == steps
 
 
 @pytest.mark.slow

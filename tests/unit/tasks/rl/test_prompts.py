@@ -92,10 +92,10 @@ def test_prompts_are_read_by_the_reader_of_chats(name, form, tokenizer, tmp_path
     ("p.parquet", lambda data: b"PAR1" + bytes(64) + data[68:], "damaged Parquet file"),
     ("p.parquet", lambda _: b'{"prompt": "a"}', "damaged Parquet file"),
     ("P.PARQUET", lambda _: b"", "damaged Parquet file"),
-    ("p.jsonl", bytes, r"holds Parquet, not JSON; give it the ending \.parquet"),
-    ("p.jsonl", lambda _: '{"prompt": "a"}'.encode("utf-16-le"), "holds UTF-16LE, not JSON"),
-    ("p.jsonl.gz", lambda data: gzip.compress(data)[:-9], "holds Parquet inside gzip|cut off"),
-    ("p.json", lambda _: b'[{"prompt": "a", "label": "1"}, {"prompt"', "damaged JSON behind row 1"),
+    ("p.jsonl", bytes, "not JSON but another format"),
+    ("p.jsonl", lambda _: '{"prompt": "a"}'.encode("utf-16-le"), "not JSON but another format"),
+    ("p.jsonl.gz", lambda data: gzip.compress(data)[:-9], "not JSON but another format|cut off"),
+    ("p.json", lambda _: b'[{"prompt": "a", "label": "1"}, {"prompt"', "damaged JSON at row 1"),
     ("p.json", lambda _: b'[{"prompt": ' + b"[" * 100_000, "nested too deeply"),
 ])  # fmt: skip
 def test_a_file_that_holds_no_prompts_is_one_line(name, change, said, tokenizer, tmp_path):
@@ -210,3 +210,23 @@ def test_prompts_that_are_too_long_are_one_message(tmp_path, tokenizer):
     longest = len(read(file, tokenizer, most_tokens=1000)[3].tokens)
     assert f"{file} line 2" in str(fault) and "2 of 4" in str(fault) and f"{longest:,}" in str(fault)
     assert "rollout.max_new_tokens" in str(fault) and "training.seq_len leaves 40" in str(fault)
+
+
+def test_columns_that_are_stored_as_json_text_are_read(tokenizer, tmp_path):
+    stored = {key: json.dumps(value) for key, value in DAPO.items()}
+    keys = {"label_key": "reward_model.ground_truth"}
+    [expected] = read(write(tmp_path, DAPO), tokenizer, **keys)
+    [prompt] = read(write(tmp_path, stored), tokenizer, **keys)
+    assert (prompt.tokens, prompt.label) == (expected.tokens, expected.label)
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ("a\0b", "holds NUL characters"), ("half \ud83d", "not UTF-8"),
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_characters_that_no_text_has_are_faults(text, fault, form, tokenizer, tmp_path):
+    prompt = text if form == "text" else [{"role": "user", "content": text}]
+    with pytest.raises(UserError, match=rf"prompts.jsonl line 1: 'prompt' \(rl.prompts.prompt_key\): {fault}"):
+        read(write(tmp_path, {"prompt": prompt, "label": "b"}), tokenizer)
+    [kept] = read(write(tmp_path, {"prompt": r"the escape \u0000", "label": "b"}), tokenizer)
+    assert kept.text == r"the escape \u0000"

@@ -12,12 +12,11 @@ from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.config.text_recipe import TextRecipe
-from glm46.storage.huggingface.step_tensors import StepTensors
+from glm46.operate.launch.train_rank import train
 from glm46.storage.prepare.pipeline import prepare_text
-from glm46.tasks.finetune.task import train as finetune
 from glm46.tasks.rl import task as rl_task
-from glm46.tasks.rl.task import train
 from tests.small_run import call_here
+from tests.step_tensors import step_tensors
 
 TOKENIZER = "train_configs/bytes.tiktoken"
 
@@ -43,7 +42,7 @@ def reward_model(make_run, tmp_path, monkeypatch) -> Path:
     }
     table["data"]["document_mask"] = True
     table["checkpoint"] |= {"initial_load_path": str(policy), "initial_load_model_only": True}
-    assert finetune(type(run).model_validate(table)) == 0
+    assert train(type(run).model_validate(table)) == 0
     return tmp_path / "reward/checkpoint/step-000004"
 
 
@@ -64,7 +63,7 @@ def test_rl_gets_the_values_of_the_network_for_answers_without_their_end(make_ru
     assert train(config) == 0
     with torch.device("cpu"):
         model = Transformer(resolve_shape(config.model), head="value")
-    tensors = {name: tensor for name, tensor in StepTensors(reward_model).items() if name in model.state_dict()}
+    tensors = {name: tensor for name, tensor in step_tensors(reward_model).items() if name in model.state_dict()}
     model.load_state_dict(tensors)
     with torch.no_grad():
         for rows, values in seen:
@@ -79,11 +78,11 @@ def test_rl_gets_the_values_of_the_network_for_answers_without_their_end(make_ru
         assert row["reward_part/model"] == pytest.approx(sum(values) / len(values), abs=1e-5)
         assert row["reward"] == pytest.approx(2 * row["reward_part/model"] + row["reward_part/format"], abs=1e-5)
     step = tmp_path / "rl/checkpoint/step-000003"
-    saved = {name: tensor.clone() for name, tensor in StepTensors(step).items()}
-    assert not any("reward" in name for name in StepTensors(step))
+    saved = step_tensors(step)
+    assert not any("reward" in name for name in saved)
     shutil.rmtree(step)
     assert train(config) == 0
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in StepTensors(step).items())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in step_tensors(step).items())
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
 from glm46.config.rules_pipeline import fitting_micro_batches
+from glm46.engine.observe.metrics import find_metric
 from glm46.run.context_keys import SHARED_KEYS
-from glm46.tasks.rl.journal import read_fields, read_rollout, rollout_steps, write_fields, write_rollout
+from glm46.tasks.rl.journal import read_fields, read_rollout, write_fields, write_rollout
+from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
-from glm46.tasks.rl.rollouts import _columns
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, SessionSample, VersionSpan
+from glm46.tasks.rl.rollouts import PromptSet, _columns, validate_sets
 from glm46.tasks.rl.samples import Samples, to_samples
 
 
@@ -36,6 +39,34 @@ def rollout_of(*ends: EpisodeEnd) -> Samples:
 @pytest.fixture
 def rollout() -> Samples:
     return rollout_of(sample(8, [5, 6], [7, 8, 9], 1.0), sample(8, [5, 6], [10], 0.0), sample(9, [11], [12, 13], 0.5))
+
+
+def validation_of(ends: list[EpisodeEnd], samples: int) -> dict[str, float]:
+    """The columns of a validation whose prompts got these scored answers."""
+    sampler = SimpleNamespace(
+        config=SimpleNamespace(rewards=[SimpleNamespace(name="exact")]), rules=SamplingRules(1.0, frozenset(), 8),
+        generate=lambda *_: ends, score=lambda scored, _: scored,
+    )  # fmt: skip
+    table = SimpleNamespace(name="set", samples=samples, temperature=1.0)
+    return validate_sets(sampler, [PromptSet(table, [None] * (len(ends) // samples))])
+
+
+def test_a_validation_counts_the_samples_that_failed():
+    right = sample(0, [5], [7], 1.0)
+    failed = right._replace(reward=None, parts={}, fault="rl.environment: it ended with code 3")
+    columns = validation_of([right, failed, failed, right], samples=2)
+    assert columns["validation_reward/set"] == 1.0 and columns["validation_dropped/set"] == 2
+    assert columns["validation_pass/set@1"] == 0.5
+    assert validation_of([right, right], samples=2)["validation_dropped/set"] == 0
+    columns = validation_of([failed, failed], samples=2)
+    assert columns["validation_reward/set"] == 0.0 and columns["validation_dropped/set"] == 2
+    for name in columns:
+        assert find_metric(name).name == name.partition("/")[0]
+
+
+def test_a_reward_of_1_up_to_rounding_passes():
+    ends = [sample(0, [5], [7], reward) for reward in (sum([0.1] * 10), 1.0, 0.999, 0.0)]
+    assert validation_of(ends, samples=1)["validation_pass/set@1"] == 0.5
 
 
 def content_of(samples: Samples) -> dict:
@@ -173,7 +204,7 @@ def test_rows_of_shared_prompts_have_room_for_their_tokens_and_keys(groups):
         prompts = [items[number].prompt for number in row]
         assert len(set(prompts)) == 1 + sum(a != b for a, b in pairwise(prompts)) if row else True
         shared = sum({items[number].prompt: items[number].shared for number in row}.values())
-        assert shared + sum(items[number].own for number in row) <= 16
+        assert shared + sum(items[number].unshared for number in row) <= 16
         assert shared + sum(items[number].length for number in row) <= SHARED_KEYS * 16
 
 
@@ -211,7 +242,7 @@ def test_joined_rows_have_all_samples_and_only_the_padding_of_the_longest_one(gr
         prompts = [items[number].prompt for number in row]
         assert len(set(prompts)) == 1 + sum(a != b for a, b in pairwise(prompts)) if row else True
         shared = sum({items[number].prompt: items[number].shared for number in row}.values())
-        lengths.append(shared + sum(items[number].own for number in row))
+        lengths.append(shared + sum(items[number].unshared for number in row))
     assert width == max(-(-max(lengths) // 4) * 4, 4)
 
 

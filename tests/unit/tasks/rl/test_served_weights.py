@@ -9,7 +9,7 @@ from torch.torch_version import TorchVersion
 
 from glm46.cli import main
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
-from glm46.tasks.rl.task import train
+from glm46.operate.launch.train_rank import train
 from tests.processes import free_port
 from tests.ranks.training_kills import contents
 from tests.unit.tasks.rl.rollout.policy_server import PolicyServer

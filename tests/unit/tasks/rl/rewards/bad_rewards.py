@@ -30,14 +30,6 @@ def some(answer, bad):
     return len(answer.text)
 
 
-def differing(group):
-    """A filter of groups: keeps those whose answers differ, and fails for an empty answer."""
-    texts = [scored.answer.text for scored in group if scored.reward >= 0]
-    if "" in texts:
-        raise ValueError("empty")
-    return len(set(texts)) > 1
-
-
 def reply(answer):
     """An environment that is silent, fails or gives no text, as the label says."""
     if answer.label == "fail":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 
 import pytest
 
@@ -52,6 +53,17 @@ def judged(program: str, label, **options) -> float:
           "assert isinstance(s, Stack)"]),
         ("class Vec:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return Vec(s.x + o.x)\n"
          "    def __eq__(s, o): return s.x == o.x", ["assert Vec(1) + Vec(2) == Vec(3)"]),
+        ("def total(items): return sum(items)", ["assert total(x for x in range(4)) == 6"]),
+        ("def day(date): return (date.year, date.weekday())",
+         ["import datetime\nassert day(datetime.date(2024, 1, 1)) == (2024, 0)"]),
+        ("def name(color, Color): return (color.name, Color.BLUE.value)",
+         ["import enum\nclass Color(enum.Enum):\n    RED = 1\n    BLUE = 2\n"
+          "assert name(Color.RED, Color) == ('RED', 2)"]),
+        ("def append(head, Node):\n    head.next = Node(2)\n    return head",
+         ["class Node:\n    def __init__(s, v): s.v, s.next = v, None\nassert append(Node(1), Node).next.v == 2"]),
+        ("def first(words):\n    words[0] = 'b'\n    return len(words)",
+         ["class Words:\n    def __init__(s): s.items = ['a']\n    def __len__(s): return len(s.items)\n"
+          "    def __setitem__(s, k, v): s.items[k] = v\nw = Words()\nassert first(w) == 1 and w.items == ['b']"]),
         ("def bisect(a, x): return 1", ["assert bisect([1, 3], 2) == 1"]),
         ("class Solution:\n    def add(self, a, b): return a + b",
          {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}),
@@ -120,6 +132,51 @@ def test_an_object_that_is_like_anything_has_not_passed(test):
 ])  # fmt: skip
 def test_other_ways_around_a_test_fail(program, label):
     assert judged(program, label) == 0
+
+
+WRITES_VERDICT = """
+import sys, os
+frame = sys._getframe()
+while frame is not None:
+    if isinstance(frame.f_locals.get("verdict"), int):
+        os.write(frame.f_locals["verdict"], b"passed"); os._exit(0)
+    frame = frame.f_back
+"""
+NODE = """
+class Node:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == other.n
+    def get(self): return self.n
+"""
+PEER = "peer = object.__getattribute__(x, '_peer')\n    "
+
+
+@pytest.mark.parametrize(("body", "test"), [
+    *((f"{PEER}peer.ask('call', x.gi_frame.{name}['__builtins__']['exec'], [{WRITES_VERDICT!r}], {{}})",
+       "assert f(i for i in [])") for name in ("f_globals", "f_builtins", "f_back.f_globals")),
+    (f"return x.codecs.builtins.exec({WRITES_VERDICT!r})", "import json\nassert f(json) == 1"),
+    (f"return x['exec']({WRITES_VERDICT!r})", "assert f(globals()['__builtins__']) == 1"),
+    (f"return x({WRITES_VERDICT!r})", "assert f(exec) == 1"),
+    (f"return x.f_globals['__builtins__']['exec']({WRITES_VERDICT!r})", "import sys\nassert f(sys._getframe()) == 1"),
+    ("x.__eq__ = lambda *given: True\n    return x(0)", f"{NODE}assert f(Node) == Node(3)"),
+    ("x.get = lambda *given: 3", f"{NODE}n = Node(1)\nf(n)\nassert n.get() == 3"),
+    ("x.get = lambda *given: 3", f"{NODE}f(Node)\nassert Node(1).get() == 3"),
+    ("x.limit = 9", "def g(): pass\ng.limit = 1\nf(g)\nassert g.limit == 9"),
+    ("x.mro()[-1]", f"{NODE}assert f(Node) == 1"),
+    ("return x.__code__.co_consts[1]", "assert f(lambda: 5) == 5"),
+])  # fmt: skip
+def test_an_object_of_the_test_leads_to_nothing_else(body, test):
+    assert judged(f"def f(x):\n    {body}", [test]) == 0
+
+
+def test_a_program_that_nests_folders_has_not_passed(tmp_path, monkeypatch):
+    """Python's own removal of folders recurses, and would drop the sample."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nests = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')\nprint(1)"
+    options = {"seconds": 60, "timeout_seconds": 150}
+    assert judged(nests, {"inputs": ["1"], "outputs": ["2"]}, **options) == 0
+    assert judged(nests, TESTS, **options) == 0
+    assert not list(tmp_path.iterdir())
 
 
 GOOD, BAD = "print(input())", "print(0)"

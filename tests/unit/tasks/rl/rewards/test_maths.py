@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from glm46.storage.prepare.equal_results import result_fault, same_answer
-from glm46.storage.prepare.maths import concluded_result, maths_fault, stated_result
+from glm46.storage.judge.equal_results import result_fault, same_answer
+from glm46.storage.judge.maths import concluded_result, maths_fault, stated_result
 from glm46.tasks.rl.rewards.answer import Answer, maths
 
-CASES = Path(__file__).parents[6] / "shared" / "cases" / "maths_cases.jsonl"
+VERDICTS = Path(__file__).with_name("maths_verdicts.jsonl")
+"""Answers, labels and verdicts of ours, one rule in each line. Each verdict is a decision of a person."""
 RIGHT = [
     ("The answer is **42**.", "42"), ("The answer is 42 apples.", "42"),
     ("Final Answer: The final answer is $42$. I hope it is correct.", "42"), (r"\boxed{x=5}", "5"),
@@ -53,7 +54,8 @@ RIGHT = [
     ('The answer is "yes".', "yes"), ("**The answer is 42**", "42"),
     (r"The final answer is: $\boxed{42}$. I hope it is correct.", "42"), ("3 and 4 make 1,007.", "1007"),
     ("So Tom has 42 apples.", "42"), ("Therefore, x = 5.", "5"), ("42", "42"), ("$42$", "42"), (r"\(x=5\)", "5"),
-    ("5/6", r"\frac56"), (r"\sqrt{2}", r"\sqrt2"),
+    ("5/6", r"\frac56"), (r"\sqrt{2}", r"\sqrt2"), ("2√11", r"2\sqrt{11}"), (r"\boxed{√1.5}", r"\sqrt{1.5}"),
+    (r"\boxed{√2x}", r"\sqrt{2}x"), (r"\boxed{\sqrt11}", r"\sqrt{1}1"),
     (r"**Final Answer:** \(\frac{3}{4}\)", "3/4"), (r"Final Answer: $\boxed{5}$", "5"),
     ("### Final Answer\n\n**42**", "42"), ("### Answer: 42", "42"), ("Answer: 42 (since 6*7=42)", "42"),
     ("The answer is 42 (forty-two).", "42"), ("The answer is 42, as required.", "42"),
@@ -274,18 +276,20 @@ def test_near_misses_and_answers_without_a_result_do_not(text, label):
     check(text, label, False)
 
 
-@pytest.mark.skipif(not CASES.is_file(), reason="the handed cases are not here")
-def test_handed_cases_have_their_verdicts():
+def test_each_rule_of_the_table_has_its_verdict():
+    """By the reward, with the answer and the label exchanged, and by the check of data."""
     pytest.importorskip("math_verify")
-    for line in CASES.read_text().splitlines():
-        case = json.loads(line)
-        assert reward(case["answer"], case["label"]) == case["verdict"], case
-        given = stated_result(case["answer"]) or concluded_result(case["answer"])
-        if given:
-            assert same_answer(case["label"], given) == case["verdict"], ("swapped", case)
-        if "\\boxed" in case["answer"] and given is not None:
-            fault = maths_fault(case["answer"], case["label"])
-            assert (fault is None) == case["verdict"], ("verify of data", case)
+    cases = [json.loads(line) for line in VERDICTS.read_text(encoding="utf-8").splitlines()]
+    assert len(cases) > 120
+    for case in cases:
+        answer = case["answer"]
+        assert reward(answer, case["label"]) == case["verdict"], case
+        result = stated_result(answer) or concluded_result(answer)
+        if result:
+            assert same_answer(case["label"], result) == case["verdict"], ("exchanged", case)
+        if result is not None and "\\boxed" in answer:
+            fault = maths_fault(answer, case["label"])
+            assert (fault is None) == case["verdict"], ("check of data", case)
 
 
 @pytest.mark.parametrize(("one", "other", "expected"), [

@@ -95,7 +95,6 @@ _RIGHT = {
         ("so</think>{}", True, True, 1),
         ("{}", False, True, 1),
         ("<think>{}", True, True, 0),
-        ("{}", True, True, 0),
         ("{}", True, False, 0),
         ("<think>{}", False, True, 0),
         ("<think>a</think><think>{}", True, True, 0),
@@ -110,6 +109,12 @@ _RIGHT = {
 def test_an_answer_that_is_not_there_yet_has_no_reward(reward, form, thinking, finished, expected):
     text, label = _RIGHT[reward]
     assert reward(answer(form.format(text), label, thinking, finished), {}) == expected
+
+
+@pytest.mark.parametrize("reward", list(_RIGHT))
+def test_an_answer_without_a_thought_is_an_answer_but_not_in_the_form_of_a_thought(reward):
+    text, label = _RIGHT[reward]
+    assert reward(answer(text, label, thinking=True), {}) == (reward is not well_formed)
 
 
 def test_a_server_is_not_asked_about_an_answer_that_is_not_there():
@@ -259,6 +264,34 @@ def test_a_choice_is_the_letter_that_the_answer_decides_for(prompt, text, label,
     assert choice(answer(text, label)._replace(prompt=prompt), {}) == expected
 
 
+@pytest.mark.parametrize("prompt", ["p", "Which?\nA) one\nB) two\nC) three\nD) four"])
+@pytest.mark.parametrize(("text", "label", "expected"), [
+    ("We get \\boxed{\\langle H\\rangle \\ll \\Delta E}.\n**Answer: D**", "D", 1),
+    (r"\boxed{x^2 + 1} The answer is (B).", "B", 1), (r"\boxed{42} So C.", "C", 1), ("\\boxed{42}\n\n**C**", "C", 1),
+    (r"Answer: C. \boxed{3}", "C", 1), (r"\boxed{C}, which is \boxed{42}.", "C", 1),
+    (r"So B. \boxed{C} is \boxed{42}.", "B", 0),
+    (r"\boxed{P(A) = 0.3}. The answer is (B).", "B", 1), (r"\boxed{P(A) = 0.3}. The answer is (B).", "A", 0),
+    (r"\boxed{x=1} or \boxed{x=2}. Answer: B", "B", 1), (r"\boxed{\text{Paris}}. The answer is (B).", "B", 1),
+    (r"The answer is B. \boxed{\text{none of these}}", "B", 0), (r"The answer is C. Wait, it is \boxed{42}", "C", 0),
+    (r"The answer is \boxed{5} C.", "C", 0), (r"\boxed{A = 3}", "A", 0), (r"\boxed{7}. Wait, is it C?", "C", 0),
+    (r"\boxed{42}, so the answer is not C", "C", 0), (r"\boxed{42}. So C or D.", "C", 0),
+    (r"\boxed{C, D}. So C.", "C", 0), (r"\boxed{C \cup D}. So C.", "C", 0), (r"\boxed{ABCD}. So A.", "A", 0),
+    (r"\boxed{E}. So C.", "C", 0), (r"\boxed{\text{not } C}. So C.", "C", 0), (r"\boxed{1}" * 5_000 + "So C.", "C", 0),
+])  # fmt: skip
+def test_a_box_of_mathematics_does_not_hide_the_choice(prompt, text, label, expected):
+    assert choice(answer(text, label)._replace(prompt=prompt), {}) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("Answer: I think it is C", 1), ("I think it is C.", 1), ("We conclude that it is C.", 1), ("I believe C.", 1),
+    ("Answer: I do not think it is C", 0), ("I don't think it is C.", 0), ("Answer: I think it is C or D", 0),
+    ("If I think it is C, I am wrong.", 0), ("I think it is C but it might be D.", 0), ("Do I think it is C?", 0),
+    ("I think it is C. Actually, that is wrong.", 0), ("I think it is C. So D.", 0), ("I think C is a language.", 0),
+])  # fmt: skip
+def test_an_opinion_is_a_choice(text, expected):
+    assert choice(answer(text, "C"), {}) == expected
+
+
 def test_a_letter_that_the_prompt_does_not_list_is_no_choice():
     assert choice(answer("The answer is B.\nThe answer is E.", "B")._replace(prompt=_OPTIONS), {}) == 1
     assert choice(answer("The answer is B.\nThe answer is E.", "B"), {}) == 0
@@ -348,7 +381,7 @@ def test_math_verify_has_time_for_each_of_its_calls(label, seconds, monkeypatch)
         asked.append(parsing_timeout)
         return [text]
 
-    def verify(gold, target, timeout_seconds):
+    def verify(gold, target, numeric_precision, timeout_seconds):
         asked.append(timeout_seconds)
         return gold == ["\\boxed{x+y}"] and target == ["\\boxed{y+x}"]
 
@@ -618,7 +651,7 @@ def test_a_call_inside_a_thought_is_a_draft():
         found = environment.replies([answer(text, "text", thinking=True) for text in texts])
     finally:
         environment.close()
-    assert found == [Reply(None), Reply(None), Reply(None), Reply(f"{texts[3]}!")]
+    assert found == [Reply(None), Reply(f"{draft}!"), Reply(None), Reply(f"{texts[3]}!")]
 
 
 @pytest.mark.parametrize("text", [" ", "*", "\n", "(", "answer is ", "(A", "```", "A or "])

@@ -5,7 +5,7 @@ import json
 
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
-from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
@@ -16,8 +16,12 @@ TOKENIZER = load_tokenizer("builtin")
 class Served:
     """An endpoint with one episode, and what its program sends."""
 
-    def __init__(self, turns: list[list[int]], *, thinking: bool = False):
-        self.thinking = thinking
+    def __init__(
+        self, turns: list[list[int]], *, thinking: bool = False, keeps_thoughts: bool = False,
+        tokenizer: Tokenizer = TOKENIZER,
+    ):  # fmt: skip
+        self.tokenizer = tokenizer
+        self.options = {"thinking": thinking, "keeps_thoughts": keeps_thoughts}
         self.turns, self.generated, self.said = turns, [], []
         self.endpoint = PolicyEndpoint(self.said.append)
 
@@ -29,8 +33,8 @@ class Served:
 
     async def __aenter__(self) -> "Served":
         self._server = await self.endpoint.start()
-        prompt = chat_prompt(TOKENIZER, [Message("user", "Hello")], thinking=self.thinking)
-        session = Session(TOKENIZER, Request(prompt, 3, 2000), thinking=self.thinking, most_turns=4)
+        prompt = chat_prompt(self.tokenizer, [Message("user", "Hello")], **self.options)
+        session = Session(self.tokenizer, Request(prompt, 3, 2000), most_turns=4, **self.options)
         self.episode = self.endpoint.open(session, 4, self)
         self.url = self.endpoint.base_url(self.episode)
         return self
@@ -42,7 +46,7 @@ class Served:
         self, table: object, what: str = "chat/completions", method: str = "POST", key: str = "", *, ends: bool = False,
         **headers,
     ):  # fmt: skip
-        """Status and body of the response. Headers that are None are left out."""
+        """Status and body of the response. Headers that are None are skipped."""
         address, _, path = self.url.removeprefix("http://").partition("/")
         reader, writer = await asyncio.open_connection(*address.split(":"))
         body = table if isinstance(table, bytes) else json.dumps(table).encode()

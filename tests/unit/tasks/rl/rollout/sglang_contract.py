@@ -20,8 +20,7 @@ REPLIES = {
         "checksum": "CheckWeightsReqOutput", "adapter": "LoRAUpdateOutput",
     },
     "meta": (
-        "output_token_logprobs", "input_token_logprobs", "input_top_logprobs", "finish_reason", "weight_versions",
-        "routed_experts",
+        "output_token_logprobs", "input_token_logprobs", "finish_reason", "weight_versions", "routed_experts",
     ),
     "keys": ("success", "message", "ranks", "per_engine_checksum", "version"),
 }  # fmt: skip

@@ -1,6 +1,8 @@
 """The pool of servers against a stub: every fault ends in bounded time, in completions of others or one message."""
 
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -125,7 +127,7 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
     pool.update(weights(1))
     stubs[0].fault = fault
     check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
-    assert [line for line in lines if f"{stubs[0].url} is left out" in line]
+    assert [line for line in lines if f"{stubs[0].url} is excluded" in line]
     stubs[0].fault = ""
     pool.update(weights(2))
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 2"
@@ -175,7 +177,7 @@ def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, wei
     pool.update(weights(1))
     stubs[0].dies_after = 2
     check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
-    assert any("is left out" in line for line in lines)
+    assert any("is excluded" in line for line in lines)
     back = StubServer(port=stubs[0].port)
     try:
         check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
@@ -196,6 +198,34 @@ def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs, ki
     assert "rollout.urls" in str(error.value) and "within 0.2 s" in str(error.value)
 
 
+@both_kinds
+def test_a_pool_says_at_once_and_again_which_server_it_waits_for(make_pool, weights, stubs, lines, monkeypatch, kind):
+    monkeypatch.setattr(server_pool, "_WAITING_SECONDS", 0.1)
+    stubs[0].stop()
+    pool = make_pool(kind, servers=stubs[:1], restart=0.5)
+    with pytest.raises(EngineError):
+        pool.update(weights(1))
+    waiting = [line for line in lines if "waiting" in line]
+    assert waiting[0] == f"rollout: waiting for {stubs[0].url}: connection refused (0 of 0.5 s)"
+    assert len(waiting) >= 2
+
+
+def test_lines_of_an_engine_are_written_at_once_to_a_pipe():
+    """Standard output of a job is a file or a pipe, which Python buffers. The program ends without a flush."""
+    program = """
+import inspect, os
+from glm46.tasks.rl.episodes import CommandEpisodes
+from glm46.tasks.rl.rollout.background import BackgroundGeneration, read_ends
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
+from glm46.tasks.rl.sampling import Sampler
+for function in (CommandEpisodes, BackgroundGeneration, read_ends, ServerEngine, Sampler):
+    inspect.signature(function).parameters["say"].default(function.__name__)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["CommandEpisodes", "BackgroundGeneration", "read_ends", "ServerEngine", "Sampler"]
+
+
 @pytest.mark.parametrize("fault", ["stale", "half"])
 @both_kinds
 def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, weights, stubs, lines, fault, kind):
@@ -203,7 +233,7 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
     pool.update(weights(1))
     setattr(stubs[1], fault, True)
     pool.update(weights(2))
-    assert f"{stubs[1].url} is left out" in lines[-1] and "version 2" in lines[-1]
+    assert f"{stubs[1].url} is excluded" in lines[-1] and "version 2" in lines[-1]
     asked = len(stubs[1].calls)
     check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
     assert len(stubs[1].calls) == asked  # it would take time from each rollout
@@ -213,11 +243,11 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
 
 
 @both_kinds
-def test_server_that_says_nothing_of_given_tokens_is_left_out(make_pool, weights, stubs, lines, kind):
+def test_server_that_says_nothing_of_given_tokens_is_excluded(make_pool, weights, stubs, lines, kind):
     stubs[1].fault = "null scores"
     pool = make_pool(kind)
     pool.update(weights(1))
-    assert [line for line in lines if "left out" in line and stubs[1].url in line]
+    assert [line for line in lines if "is excluded" in line and stubs[1].url in line]
     check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
 
 
@@ -235,8 +265,8 @@ def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stu
         expected = [[model(version, token) for token in tokens[1:]] for tokens in PROBE]
         pool.update(weights(version)._replace(expected=expected))
         stubs[1].stale = True
-    left_out = [line for line in lines if "is left out" in line]
-    assert len(left_out) == 1 and stubs[1].url in left_out[0] and "weights are old" in left_out[0]
+    excluded = [line for line in lines if "is excluded" in line]
+    assert len(excluded) == 1 and stubs[1].url in excluded[0] and "weights are old" in excluded[0]
 
 
 @both_kinds
@@ -273,7 +303,7 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_poo
     assert not any(body.get("method") == "glm46_load" for stub in stubs for _, body in stub.calls)
     stubs[0].adapters.clear()  # it was started again
     check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
-    assert any(f"{stubs[0].url} is left out" in line for line in lines)
+    assert any(f"{stubs[0].url} is excluded" in line for line in lines)
     pool.update(adapter(weights, 3))
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 3"
 
@@ -354,7 +384,7 @@ def test_servers_that_have_joined_generate_the_same_requests_before_all_others(m
     for (state, completions), is_right in zip(found.items(), (True, False), strict=True):
         check(completions, REQUESTS, 1)
         pool.judge(state, "it differs", is_right=is_right)
-    assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is left out: it differs" in lines[-1]
+    assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is excluded: it differs" in lines[-1]
     assert not pool.first_samples(REQUESTS, at_start=False)
     asked = len(stubs[1].calls)
     pool.update(weights(2))
@@ -366,7 +396,7 @@ def test_servers_that_have_joined_generate_the_same_requests_before_all_others(m
     try:
         pool.join_again()
         back.fault = "500"  # it is asked: it was started again, perhaps with other options
-        assert not pool.first_samples(REQUESTS, at_start=False) and "is left out" in lines[-1]
+        assert not pool.first_samples(REQUESTS, at_start=False) and "is excluded" in lines[-1]
     finally:
         back.stop()
 
@@ -385,9 +415,9 @@ def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, wei
     try:
         pool.join_again()
         assert not pool.first_samples(REQUESTS, at_start=False)
-        assert f"{back.url} is left out" in lines[-1]
+        assert f"{back.url} is excluded" in lines[-1]
         check(answers(pool, REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
-        assert f"{back.url} is left out" in lines[-1]
+        assert f"{back.url} is excluded" in lines[-1]
     finally:
         back.stop()
 
@@ -405,6 +435,6 @@ def test_requests_that_all_servers_refuse_and_a_server_that_refuses_at_the_start
     stubs[0].fault = "400"
     with pytest.raises(UserError, match=r"rollout.urls: .* refuses a request") as error:
         answers(pool, REQUESTS, RULES)
-    assert not isinstance(error.value, EngineError) and len([line for line in lines if "is left out" in line]) == 1
+    assert not isinstance(error.value, EngineError) and len([line for line in lines if "is excluded" in line]) == 1
     with pytest.raises(UserError, match="refuses a request"):
         pool.first_samples(REQUESTS, at_start=False)

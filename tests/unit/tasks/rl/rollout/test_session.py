@@ -14,6 +14,7 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import NoRoom, Session
+from glm46.tasks.rl.rollout.session_samples import min_tokens
 from glm46.tasks.rl.samples import Samples, to_samples
 
 TOKENIZER = load_tokenizer("builtin")
@@ -182,6 +183,37 @@ def test_an_episode_has_its_turns_and_a_conversation_its_room():
     assert short.begin([Message("user", "?")], (), 2).most_tokens == 2
     with pytest.raises(NoRoom, match=r"rollout\.max_new_tokens"):
         short.begin([Message("user", "12 * 3 and much more than this?")], ())
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    """Encoding a request of 8 MB took up to 80 seconds, in which no other episode was answered."""
+    many = 2_000
+    spaces = " " * 500_000
+    calls = [ToolCall(spaces), ToolCall("f", {spaces: "x"}), ToolCall("f", {"x": spaces})]
+    requests = [[QUESTION, Message("assistant", tool_calls=(call,)), Message("tool")] for call in calls]
+    requests += [
+        [Message("user", spaces)],
+        [Message("user")] * many,
+        [QUESTION, Message("assistant", tool_calls=(ToolCall("f"),) * many), Message("tool")],
+    ]
+    short = session(room=1_000)
+    encoded = []
+    monkeypatch.setattr("glm46.tasks.rl.rollout.session.chat_prompt", lambda *given, **named: encoded.append(given))
+    for messages in requests:
+        with pytest.raises(NoRoom, match=r"tokens or more.*raise rollout\.max_new_tokens"):
+            short.begin(messages, ())
+    assert not encoded
+
+
+@given(texts=st.lists(st.text(), min_size=1, max_size=4), keeps=st.booleans(), thinking=st.booleans())
+def test_the_bound_of_a_prompt_is_never_above_its_tokens(texts, keeps, thinking):
+    call = ToolCall(texts[0] or "f", dict.fromkeys(texts, texts[-1]))
+    messages = [message for text in texts for message in (
+        Message("user", text), Message("assistant", text, text, (call, call)), Message("tool", text), Message("tool"),
+    )]  # fmt: skip
+    bound = min_tokens(messages, TOOLS, longest_token=TOKENIZER.longest_token, keeps_thoughts=keeps)
+    prompt = chat_prompt(TOKENIZER, messages, tools=TOOLS, thinking=thinking, keeps_thoughts=keeps)
+    assert bound <= len(prompt)
 
 
 @settings(deadline=None, max_examples=60)

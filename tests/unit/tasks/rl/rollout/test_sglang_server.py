@@ -223,7 +223,7 @@ def test_update_after_one_that_broke_in_a_bucket_succeeds(stubs):
     sent, began = Sent(stubs[:1]), time.monotonic()
     sent.update(1)
     assert time.monotonic() - began < SOON
-    assert "is left out" in sent.lines[0] and "generates with version 1" in sent.lines[-1]
+    assert "is excluded" in sent.lines[0] and "generates with version 1" in sent.lines[-1]
     check_equal(sorted(stubs[0].received[1], key=str), sorted(tensors(), key=str))
     assert stubs[0].paths().count("/end_weight_update") == 2
     sent.check_generates()
@@ -233,7 +233,7 @@ def test_server_whose_workers_do_not_join_does_not_hold_up_the_others(stubs):
     stubs[0].breaks_at = "called"
     sent = Sent(stubs)
     sent.update(1)
-    assert stubs[0].url in "".join(line for line in sent.lines if "left out" in line) and stubs[1].version == 1
+    assert stubs[0].url in "".join(line for line in sent.lines if "is excluded" in line) and stubs[1].version == 1
     assert "/begin_weight_update" not in stubs[0].paths() and stubs[0].paused
     sent.check_generates()
     sent.update(2)
@@ -261,13 +261,13 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatc
 
 
 @pytest.mark.slow
-def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs):
+def test_server_that_is_killed_in_the_broadcast_is_excluded_at_once_and_comes_back(stubs):
     apart = Apart()
     sent, began = Sent([apart, stubs[0]]), time.monotonic()
     apart.set(breaks_at=15, breaks_by="kill")
     sent.update(1)
     assert time.monotonic() - began < SOON and stubs[0].version == 1
-    assert apart.url in "".join(line for line in sent.lines if "left out" in line)
+    assert apart.url in "".join(line for line in sent.lines if "is excluded" in line)
     sent.check_generates()
     apart.process.wait()
     back = Apart(apart.port)

@@ -20,7 +20,7 @@ from glm46.config.rl import RLConfig
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.storage.prepare.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
+from glm46.storage.judge.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
 from glm46.tasks.rl.episode_checks import declared_packages, require_episodes
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs

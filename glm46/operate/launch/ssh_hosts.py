@@ -1,0 +1,278 @@
+"""Commands on hosts through ssh or srun: `run_on_hosts` collects their output, `HostProcesses` prints it as it comes.
+
+ssh passes no signals on, and when it is killed, the command that it started continues. So a `stoppable` command reads
+names of signals from its standard input. The input ends with the client, and so with the process or the machine that
+started the client; the end of the input ends the command.
+"""
+
+import os
+import queue
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from glm46.config.errors import UserError
+from glm46.operate.launch.hostfile import Host
+
+CONNECTIONS = ("ssh", "srun")
+"""Names of the clients that run a command on a host."""
+NOT_CONNECTED = 255
+"""Exit code of ssh without a connection. Source: ssh(1)."""
+PASSED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "GLM46_",
+    "GLOO_",
+    "MASTER_",
+    "NCCL_",
+    "OMP_",
+    "PYTHONPATH",
+    "PYTORCH_",
+    "TORCH_",
+)
+"""Prefixes of the environment variables that a host gets from this process; it has all others from its own login."""
+_AT_ONCE = 64
+_HELD_LINES = 10_000
+_CLIENT_SECONDS = 10.0
+"""Time for the client to end after its command was killed."""
+
+
+class HostAnswer(NamedTuple):
+    """The end of a command on a host."""
+
+    code: int | None
+    """Exit code of the client; None if it did not end in time."""
+    output: str
+    """Standard output; if the command did not end in time, its output until then."""
+    errors: str
+
+    def reason(self) -> str:
+        """Return the reason for the lack of an answer: the last line of output, or the exit code."""
+        lines = (self.errors or self.output).strip().splitlines()
+        if lines:
+            return lines[-1]
+        return "no answer in time" if self.code is None else f"exit code {self.code}"
+
+
+def client_words(host: Host, command: str, connection: str = "ssh") -> list[str]:
+    """Return the command line of the client that runs a command of the shell on a host.
+
+    Args:
+        connection: "ssh", or "srun" in an allocation of Slurm.
+    """
+    if connection == "srun":
+        step_options = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host.name}")
+        return ["srun", *step_options, "--cpu-bind=none", "sh", "-c", command]
+    # A connection that has been silent for 15 s is lost.
+    options = ["BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
+    # A connection that several clients share would keep the output of a killed client open.
+    options += ["ControlMaster=no", "ControlPath=none"]
+    return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.login, command]
+
+
+def reach_command(host: Host, connection: str = "ssh") -> str:
+    """Return a command to type that shows whether the host can be reached."""
+    if connection == "ssh":
+        return f"ssh -o BatchMode=yes {host.login} true"
+    return shlex.join(client_words(host, "true", connection))
+
+
+def in_this_folder(command: str) -> str:
+    """Return a command for the login shell of a host that begins in the current folder of this process."""
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {command}"
+
+
+def module_words(variables: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """Return the command ``env VARIABLES python -m glm46 ARGUMENTS`` with this Python, for a shell."""
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    return shlex.join(["env", *settings, sys.executable, "-m", "glm46", *arguments])
+
+
+def places(hosts: Sequence[Host], variables: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the variables that tell each host its place among the hosts of a run.
+
+    Args:
+        variables: the passed variables; they may name another address of the first host.
+    """
+    first = variables.get("MASTER_ADDR", hosts[0].name)
+    return [{"MASTER_ADDR": first, "NNODES": str(len(hosts)), "NODE_RANK": str(rank)} for rank in range(len(hosts))]
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    commands: Sequence[str],
+    seconds: float,
+    connection: str = "ssh",
+    *,
+    at_once: int = _AT_ONCE,
+) -> list[HostAnswer]:
+    """Run a command on each host, ``at_once`` at a time; a client that runs longer than ``seconds`` is killed.
+
+    Raises:
+        UserError: the client is not installed.
+    """
+
+    def run(host: Host, command: str) -> HostAnswer:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        client = _start(client_words(host, command, connection), **pipes)
+        code: int | None = None
+        try:
+            output, errors = client.communicate(timeout=seconds)
+            code = client.returncode
+        except subprocess.TimeoutExpired:
+            _kill(client)
+            output, errors = client.communicate()
+        return HostAnswer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
+
+    _allow_files_for_clients()
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(run, hosts, commands))
+
+
+def stoppable(command: str, stop_seconds: int) -> str:
+    """Return a command for the shell of a host that gets signals by name on its standard input.
+
+    Args:
+        command: words for ``env``.
+        stop_seconds: at the end of the input the command gets SIGTERM, and SIGKILL this many seconds later.
+    """
+    script = f"""exec 3<&0
+setsid env {command} </dev/null 3<&- &
+command=$!
+send() {{ # until setsid has run, the command has no group of its own
+    until kill "-$1" "-$command" || ! kill -0 "$command"; do sleep 0.1; done
+}}
+{{
+    while read -r name <&3; do send "$name"; done
+    exec 3<&-
+    send TERM
+    for _ in $(seq {stop_seconds}); do sleep 1; done
+    send KILL
+}} >/dev/null 2>&1 &
+watch=$!
+exec 3<&- 2>/dev/null
+wait $command
+code=$?
+kill $watch 2>/dev/null
+kill -KILL "-$command" 2>/dev/null # what it has left behind would hold its output open
+exit $code"""
+    return in_this_folder(f"sh -c {shlex.quote(script)}")
+
+
+class HostEnd(NamedTuple):
+    """The end of one of several commands."""
+
+    place: int
+    """Index of the command."""
+    code: int
+    """Exit code of the client; negative if a signal has ended it."""
+
+
+class HostProcesses:
+    """Stoppable commands that run at the same time; each line of output is printed with the name of its host.
+
+    Args:
+        commands: names of hosts, each with the command line of its client.
+        stop_seconds: as for `stoppable`.
+
+    Raises:
+        UserError: a client is not installed.
+    """
+
+    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]], stop_seconds: int):
+        _allow_files_for_clients()
+        self._names = [name for name, _ in commands]
+        self._stop_seconds = stop_seconds
+        self._events: queue.Queue[tuple[int, str | int]] = queue.Queue(_HELD_LINES)
+        self._running = dict[int, subprocess.Popen]()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            for place, (name, words) in enumerate(commands):
+                self._running[place] = _start(words, **pipes)
+                thread = threading.Thread(target=self._read, args=(place,), name=f"output of {name}", daemon=True)
+                thread.start()
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def _read(self, place: int) -> None:
+        client: Any = self._running[place]
+        for line in client.stdout:
+            self._events.put((place, line.decode(errors="replace").rstrip("\r\n")))
+        self._events.put((place, client.wait()))
+
+    def next_end(self, until: float = float("inf")) -> HostEnd | None:
+        """Print lines until a command ends, or until `time.monotonic` has this value; then return None.
+
+        Raises:
+            BrokenPipeError: the reader of the output has closed the pipe.
+        """
+        while True:
+            wait_seconds = max(until - time.monotonic(), 0.0)
+            try:
+                place, event = self._events.get(timeout=min(wait_seconds, threading.TIMEOUT_MAX))
+            except queue.Empty:
+                return None
+            if isinstance(event, int):
+                self._running.pop(place, None)
+                return HostEnd(place, event)
+            print(f"{self._names[place]}: {event}", flush=True)
+            if time.monotonic() >= until:
+                return None
+
+    def send(self, number: int) -> None:
+        """Send a signal to all commands that run."""
+        line = f"{signal.Signals(number).name.removeprefix('SIG')}\n".encode()
+        for client in list(self._running.values()):
+            if client.stdin is not None:
+                with suppress(OSError, ValueError):
+                    os.write(client.stdin.fileno(), line)
+
+    def disconnect(self) -> None:
+        """Kill the clients that still run. Their commands end by the end of their input."""
+        for client in self._running.values():
+            if client.stdin is not None:
+                with suppress(OSError):
+                    client.stdin.close()
+            client.kill()  # not its group: on this machine the group has the loop that ends the command
+
+    def close(self) -> None:
+        """End all commands, print their last lines, and wait for their end."""
+        for client in self._running.values():
+            if client.stdin is not None:
+                client.stdin.close()
+        end = time.monotonic() + self._stop_seconds + _CLIENT_SECONDS
+        try:
+            while self._running and self.next_end(end) is not None:
+                pass
+        finally:
+            self.disconnect()
+
+
+def _start(words: Sequence[str], **pipes: Any) -> subprocess.Popen:
+    """Start a client in a separate session, so that Ctrl-C reaches only this process."""
+    try:
+        return subprocess.Popen(words, start_new_session=True, **pipes)
+    except FileNotFoundError as error:
+        remedy = "start it in an allocation of Slurm" if words[0] == "srun" else "install the OpenSSH client"
+        raise UserError(f"--hostfile: {words[0]} is not on PATH; {remedy}") from error
+
+
+def _kill(client: subprocess.Popen) -> None:
+    """Kill a client, and what it uses to connect."""
+    with suppress(ProcessLookupError):
+        os.killpg(client.pid, signal.SIGKILL)
+
+
+def _allow_files_for_clients() -> None:
+    """Raise this process's limit of open files to the hard limit: each client has several pipes."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,0 +1,68 @@
+"""The validation loss of pre-training is the same on every layout."""
+
+import json
+
+import pytest
+import torch
+
+from glm46.config.run_config import RunConfig
+from glm46.operate.launch.train_rank import train
+from tests.small_run import small_config
+
+BOUND = 1e-6
+"""Relative. FP32 logits whose sums have another order; losses are about 9."""
+LAYOUTS = {
+    "fsdp": (2, {}),
+    "replicas": (2, {"data_parallel_replicate_degree": 2}),
+    "experts": (2, {"expert_parallel_degree": 2}),
+    "tensor": (2, {"tensor_parallel_degree": 2}),
+    "context": (2, {"context_parallel_degree": 2}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "context and tensor": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+}
+"""Number of ranks and degrees."""
+
+
+def on_rank(config: str) -> int:
+    """Train one step, on one rank of several or alone."""
+    torch.set_num_threads(1)
+    return train(RunConfig.model_validate_json(config))
+
+
+@pytest.fixture(scope="module")
+def first_loss(server, source_folder, tmp_path_factory):
+    """A function that trains one step on a layout and returns the validation loss of step 0.
+
+    The weights of this row are the initial ones, which are equal on every layout.
+    """
+
+    def measure(ranks: int, degrees: dict[str, int]) -> float:
+        folder = tmp_path_factory.mktemp("run")
+        config = small_config(
+            source_folder,
+            folder,
+            parallelism=degrees,
+            validation={"enable": True},
+            training={"steps": 1, "global_batch_size": 4},
+            checkpoint={"enable": False},
+            model={"num_key_value_heads": 2},
+        )
+        server.text("test_validation_layouts.on_rank", config.model_dump_json(exclude_unset=True), ranks=ranks)
+        with (folder / "metrics.jsonl").open() as rows:
+            row = json.loads(next(rows))
+        assert row["step"] == 0
+        return row["validation_loss"]
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def loss_of_one_process(first_loss) -> float:
+    loss = first_loss(1, {})
+    assert 8 < loss < 10
+    return loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_validates_what_one_process_does(first_loss, loss_of_one_process, layout):
+    assert first_loss(*LAYOUTS[layout]) == pytest.approx(loss_of_one_process, rel=BOUND)
