@@ -93,6 +93,8 @@ def test_stops_of_the_ways_exist():
         tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
         names = {getattr(node, "name", "") for node in tree.body}
         names |= {getattr(node.target, "id", "") for node in tree.body if isinstance(node, ast.AnnAssign)}
+        assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+        names |= {getattr(target, "id", "") for target in assigned}
         if name not in names:
             unknown.append(f"{file}: {name}")
     assert unknown == []

@@ -1,4 +1,6 @@
-"""Detection of bad steps: values that are not finite, and spikes of the loss or the gradient norm.
+"""Detection of bad steps: spikes of the loss or the gradient norm.
+
+Values that are not finite are found before, by ``train_step`` in ``engine/training/step.py``.
 
 A step is checked before the weights change, with values that are equal on all ranks, so that either all ranks skip it
 or no rank does. A spike is a large distance from the median of the last good steps, in units of a robust deviation (the

@@ -4,7 +4,8 @@ A save works in ``step-000123.tmp``. When tensors, meta and manifest are synced,
 ``step-000123``, the parent folder is synced, then ``latest`` is replaced. A published folder is never written again.
 A step that is saved a second time moves the first one to ``step-000123.old`` until the new one has the name; ``repair``
 completes such an exchange after an interruption. Removal renames to ``step-000123.trash`` first, so that no
-half-removed folder looks published. Only rank 0 calls these functions.
+half-removed folder looks published. One rank calls these functions: rank 0, or the first rank of each node if the
+folders are local to a node.
 """
 
 import re
