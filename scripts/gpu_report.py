@@ -296,20 +296,20 @@ def training_config(name: str, folder: Path, is_dry: bool, overrides: list[str],
 
     values = {
         "folder": folder / name, "text": folder / "text", "root": ROOT,
-        "model": 'flavor = "GLM-4.5-Air"\nnum_nextn_predict_layers = 0\nnum_hidden_layers = 4',
+        "model": 'flavor = "GLM-4.5-Air"\nshape = {num_nextn_predict_layers = 0, num_hidden_layers = 4}',
         # 64k tokens a step: Muon's products do not depend on the tokens, and hide all else in a step of one row.
         "training": f'steps = {STEPS}\nseq_len = 4096\nglobal_batch_size = 16\ndtype = "bfloat16"',
         "optimizer": 'state_dtype = "bfloat16"',
     }  # fmt: skip
     if is_dry:
-        values["model"] = 'flavor = "debug"\nnum_hidden_layers = 2\nn_routed_experts = 4\nhidden_size = 64'
+        values["model"] = 'flavor = "debug"\nshape = {num_hidden_layers = 2, n_routed_experts = 4, hidden_size = 64}'
         values["optimizer"] = ""
         values["training"] = 'steps = 4\nseq_len = 32\nmixed_precision_param = "float32"'
     file = folder / f"{name}.toml"
     file.write_text(TRAINING.format(**values))
     config = load_config(file, overrides, world_size=1)
     if not is_dry and plan_memory(config, 1, device="gpu").total > 0.9 * free_bytes:
-        config = load_config(file, [*overrides, "--model.num_hidden_layers", "3"], world_size=1)
+        config = load_config(file, [*overrides, "--model.shape.num_hidden_layers", "3"], world_size=1)
     return config
 
 
@@ -318,7 +318,7 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     import torch
 
     for layers in (None, 3, 2):
-        fewer = [] if layers is None else ["--model.num_hidden_layers", str(layers)]
+        fewer = [] if layers is None else ["--model.shape.num_hidden_layers", str(layers)]
         shutil.rmtree(folder / name, ignore_errors=True)
         try:
             return _train_once(name, folder, is_dry, [*overrides, *fewer]) | {"out_of_memory": layers is not None}
@@ -353,7 +353,7 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
         for key in ("tokens_per_second", "step_seconds", "tflops_per_device", "mfu", "memory_peak_gib/max")
         if all(row.get(key) is not None for row in last)
     }
-    shape = f"{config.model.flavor}, {config.model.num_hidden_layers} layers, {step_tokens(plan):,} tokens a step"
+    shape = f"{config.model.flavor}, {plan.shape.num_hidden_layers} layers, {step_tokens(plan):,} tokens a step"
     memory = plan_memory(config, 1, device="cpu" if is_dry else "gpu")
     planned = (memory.total - memory.process) / 2**30  # the allocator's peak leaves out the process too
     peak = means.get("memory_peak_gib/max")
@@ -390,7 +390,7 @@ def lora(folder: Path, is_dry: bool) -> Result:
     """Three steps of LoRA."""
     from scripts.measure.gpu_parts import train_adapters
 
-    return train_adapters(training_config("lora", folder, is_dry, ["--model.num_nextn_predict_layers", "0"]))
+    return train_adapters(training_config("lora", folder, is_dry, ["--model.shape.num_nextn_predict_layers", "0"]))
 
 
 def resume(folder: Path, is_dry: bool) -> Result:
@@ -400,7 +400,7 @@ def resume(folder: Path, is_dry: bool) -> Result:
     steps, interval = (100, 10) if is_dry else (12, 2)
     overrides = ["--checkpoint.enable", "true", "--checkpoint.interval", str(interval), "--training.steps", str(steps)]
     # Nothing is measured but the checkpoints, whose writing must not take longer than the steps.
-    overrides += ["--model.num_hidden_layers", "2", *([] if is_dry else ["--model.flavor", "100M"])]
+    overrides += ["--model.shape.num_hidden_layers", "2", *([] if is_dry else ["--model.flavor", "100M"])]
     config = training_config("resume", folder, is_dry, overrides)
     from glm46.config.loader import dump_config
     from glm46.run.plan import resolve_plan

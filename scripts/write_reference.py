@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Write docs/reference: the keys of a TOML file from its schema, the verbs from their parsers, the metrics from their
-table, the recipes from their heads.
+"""Write docs/reference: the keys of a TOML file, and of the shape of a model, from its schema, the verbs from their
+parsers, the metrics from their table, the recipes from their heads.
 
     python scripts/write_reference.py            # into docs/reference
     python scripts/write_reference.py FOLDER
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from glm46.config.options import VERBS, VerbParser  # noqa: E402
-from glm46.config.schema import describe_keys  # noqa: E402
+from glm46.config.schema import describe_keys, describe_shape  # noqa: E402
 from glm46.engine.observe.metrics import METRICS  # noqa: E402
 
 _PLANNED = re.compile(r"(?m)^# Planned on ([\d,]+) x (\w+): ([\d,]+) GiB")
@@ -34,7 +34,13 @@ class _Parser(Exception):
 
 def pages() -> dict[str, str]:
     """The text of each page by its file name."""
-    return {"keys.md": _keys(), "verbs.md": _verbs(), "metrics.md": _metrics(), "recipes.md": _recipes()}
+    return {
+        "keys.md": _keys(),
+        "shape.md": _shape(),
+        "verbs.md": _verbs(),
+        "metrics.md": _metrics(),
+        "recipes.md": _recipes(),
+    }
 
 
 def _keys() -> str:
@@ -42,6 +48,21 @@ def _keys() -> str:
     parts = [f"# Keys\n\nEvery key of a run's TOML file, in the order of the file. {_MADE}"]
     for section in describe_keys():
         rows = [(f"`{row.key}`", row.values, f"`{row.default}`", row.meaning) for row in section.rows]
+        meaning = f"{section.meaning[:1].upper()}{section.meaning[1:]}"
+        parts.append(f"## {section.header}\n\n{meaning}\n\n{_table(('key', 'values', 'default', 'meaning'), rows)}")
+    return "\n".join(parts).replace("docs/reference/shape.md", "[shape](shape.md)")
+
+
+def _shape() -> str:
+    """One table for [model.shape], and one for its table of RoPE scaling."""
+    parts = [
+        "# Shape\n\nKeys of [`[model.shape]`](keys.md#model) in a TOML file, `--model.shape.KEY VALUE` on the command "
+        "line. They have the names of Hugging Face's `config.json`, whose values can be copied. Keys that the table "
+        f"does not set have the value of the preset, `model.flavor`. {_MADE}"
+    ]
+    for section in describe_shape():
+        preset = "of the preset" if section.header == "[model.shape]" else None
+        rows = [(f"`{row.key}`", row.values, preset or f"`{row.default}`", row.meaning) for row in section.rows]
         meaning = f"{section.meaning[:1].upper()}{section.meaning[1:]}"
         parts.append(f"## {section.header}\n\n{meaning}\n\n{_table(('key', 'values', 'default', 'meaning'), rows)}")
     return "\n".join(parts)

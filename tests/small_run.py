@@ -16,10 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from glm46.config.model import ModelShape
 from glm46.config.run_config import RunConfig
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,6 +32,18 @@ TINY = dict(
     flavor="debug", num_hidden_layers=2, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
     n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
 )  # fmt: skip
+
+
+def model_table(**keys) -> dict[str, Any]:
+    """[model] with these keys; the keys of the shape are in [model.shape]."""
+    shape = {key: keys.pop(key) for key in ModelShape.model_fields if key in keys}
+    return keys | {"shape": shape}
+
+
+def with_shape(config: RunConfig, **keys) -> RunConfig:
+    """A run with other keys of the shape."""
+    shape = config.model.shape.model_copy(update=keys)
+    return config.model_copy(update={"model": config.model.model_copy(update={"shape": shape})})
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +94,8 @@ def folder_with_source() -> Iterator[tuple[Path, Path]]:
 
 
 def small_config(source: Path, dump_folder: Path, **tables) -> RunConfig:
-    """A small run; keyword arguments are whole or partial tables of the TOML."""
+    """A small run; keyword arguments are whole or partial tables of the TOML; keys of the shape are in
+    ``model`` itself."""
     content = {
         "job": {"dump_folder": str(dump_folder)},
         "model": TINY,
@@ -91,6 +106,7 @@ def small_config(source: Path, dump_folder: Path, **tables) -> RunConfig:
     }
     for table, keys in tables.items():
         content[table] = {**content.get(table, {}), **keys}
+    content["model"] = model_table(**content["model"])
     return RunConfig.model_validate_json(json.dumps(content))
 
 

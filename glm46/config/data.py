@@ -44,11 +44,11 @@ class DataStageConfig(Section):
 
     sliding_window: CountOrAll | None = None
     """Each token attends to at most this many tokens, itself included. -1: to all previous tokens, also where
-    model.sliding_window is set. Absent: model.sliding_window."""
+    model.shape.sliding_window is set. Absent: model.shape.sliding_window."""
 
     rope_scaling: RopeScalingConfig | None = None
-    """Stretching of positions, a table like [model.rope_scaling]. A factor of 1 stretches nothing, also where
-    model.rope_scaling is set. Absent: model.rope_scaling."""
+    """Stretching of positions, a table like [model.shape.rope_scaling]. A factor of 1 stretches nothing, also where
+    model.shape.rope_scaling is set. Absent: model.shape.rope_scaling."""
 
     weights: tuple[float, ...] | None = None
     """Share of each source in the order of data.sources; 0 skips a source. Absent: the weights of the sources."""

@@ -158,8 +158,9 @@ def fp8_divides_the_layers(config: RunConfig, shape: ModelShape) -> Faults:
     multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
     if shape.hidden_size % multiple or shape.moe_intermediate_size % multiple:
         yield fault(
-            "`float8.experts_recipe_name`: experts map `model.hidden_size` to `model.moe_intermediate_size`, and its "
-            f"products need multiples of {multiple}; remove experts_recipe_name"
+            "`float8.experts_recipe_name`: experts map `model.shape.hidden_size` to "
+            "`model.shape.moe_intermediate_size`, and its products need "
+            f"multiples of {multiple}; remove experts_recipe_name"
         )
 
 

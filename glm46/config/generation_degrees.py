@@ -36,14 +36,15 @@ def _broken_rules(
         ("expert_parallel", expert, "n_routed_experts", shape.n_routed_experts),
     ):
         if size % degree:
-            faults.append((key, f"must divide model.{what} = {size}"))
+            faults.append((key, f"must divide model.shape.{what} = {size}"))
     heads = shape.num_key_value_heads
     width = shape.head_dim
     if not shape.is_latent and heads % tensor and (tensor % heads or width % (tensor // heads)):
-        rule = f"must divide model.num_key_value_heads = {heads}, or be a multiple that leaves each rank an equal part"
+        key = f"model.shape.num_key_value_heads = {heads}"
+        rule = f"must divide {key}, or be a multiple that leaves each rank an equal part"
         faults.append(("tensor_parallel", f"{rule} of a head's {width} rows"))
     if pipeline > shape.num_hidden_layers:
-        faults.append(("pipeline_parallel", f"at most model.num_hidden_layers = {shape.num_hidden_layers}"))
+        faults.append(("pipeline_parallel", f"at most model.shape.num_hidden_layers = {shape.num_hidden_layers}"))
     if expert % tensor and tensor % expert:
         faults.append(("expert_parallel", f"must divide {spell('tensor_parallel', tensor)}, or be a multiple of it"))
     if world_size is not None and world_size % degrees.ranks:

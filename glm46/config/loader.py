@@ -16,7 +16,7 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import Fault, nearest
-from glm46.config.model import GONE_KEYS, ModelConfig
+from glm46.config.model import GONE_KEYS, ModelConfig, ModelShape
 from glm46.config.overrides import Override, apply_overrides, dotted, key_parts, parse_overrides, take_out
 from glm46.config.rules import with_value
 from glm46.config.rules_effect import idle_keys
@@ -110,7 +110,7 @@ def stored_config(text: str) -> RunConfig:
         ValueError, KeyError, TypeError: the text is not the config of a run.
     """
     table = _parsed(text)
-    table["model"] = without_gone_keys(table["model"])
+    table["model"] = _with_shape_apart(table["model"])
     if "adapter" in table:
         table["adapter"] = _adapter_without_removed(table["adapter"])
     config, faults = validate_table(table)
@@ -121,12 +121,20 @@ def stored_config(text: str) -> RunConfig:
     return config
 
 
+def _with_shape_apart(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return [model] of a checkpoint with the keys of its shape in [model.shape]; earlier versions had them in [model].
+    Raises UserError like `without_gone_keys`."""
+    model = {key: value for key, value in stored.items() if key in ModelConfig.model_fields}
+    outside = {key: value for key, value in stored.items() if key not in model}
+    return model | {"shape": without_gone_keys(outside | model.get("shape", {}))}
+
+
 def without_gone_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a shape or [model] of a checkpoint without `GONE_KEYS`. Raises UserError if one of them has another value,
-    or another key is unknown: this version does not compute the function that the weights were trained for."""
-    unknown = {key: value for key, value in stored.items() if key not in ModelConfig.model_fields}
+    """Return the shape of a checkpoint without `GONE_KEYS`. Raises UserError if one of them has another value, or
+    another key is unknown: this version does not compute the function that the weights were trained for."""
+    unknown = {key: value for key, value in stored.items() if key not in ModelShape.model_fields}
     changed = {key: value for key, value in unknown.items() if (key, value) not in GONE_KEYS.items()}
-    raise_if([_not_computed(f"model.{key}", value) for key, value in changed.items()])
+    raise_if([_not_computed(f"model.shape.{key}", value) for key, value in changed.items()])
     return {key: value for key, value in stored.items() if key not in unknown}
 
 

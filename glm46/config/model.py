@@ -13,7 +13,7 @@ GONE_KEYS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 
 
 class RopeScalingConfig(Section):
-    """[model.rope_scaling]: stretch the rotary positions beyond the length trained on."""
+    """[model.shape.rope_scaling]: stretch the rotary positions beyond the length trained on."""
 
     rope_type: Literal["linear", "yarn"]
     """linear: position interpolation (arXiv 2306.15595). yarn: arXiv 2309.00071. GLM itself only raises rope_theta."""
@@ -135,13 +135,32 @@ class ModelShape(Section):
         return (self.kv_lora_rank or 0) + (self.qk_rope_head_dim or 0)
 
 
-class _ModelBase(Section):
-    """[model]: a preset, and the keys of its shape to change."""
+class _ShapeBase(Section):
+    """[model.shape]: keys of Hugging Face's config.json whose values differ from the preset."""
 
     refused = dict.fromkeys(GONE_KEYS, "it has one value in all of GLM's models; remove it")
 
+
+# [model.shape] has every field of ModelShape with the default "absent", so that each shape key is documented once.
+_SHAPE_KEYS: dict[str, Any] = {
+    name: (field.rebuild_annotation() | None, Field(None, description=field.description))
+    for name, field in ModelShape.model_fields.items()
+}
+ShapeConfig = create_model("ShapeConfig", __base__=_ShapeBase, __doc__=_ShapeBase.__doc__, **_SHAPE_KEYS)
+
+
+class ModelConfig(Section):
+    """[model]: a preset, and what differs from it."""
+
+    refused = _ShapeBase.refused
+    moved = {name: f"shape.{name}" for name in ModelShape.model_fields}
+
     flavor: str
     """Preset to start from; the list is in glm46/config/presets.py."""
+
+    shape: ShapeConfig = Field(default_factory=ShapeConfig)
+    """Keys of Hugging Face's config.json whose values differ from the preset, such as ``hidden_size``;
+    docs/reference/shape.md lists them."""
 
     tokenizer_path: Annotated[ModelFolder, OnHub("tokenizer")] = "builtin"
     """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file, a Hugging Face
@@ -150,17 +169,3 @@ class _ModelBase(Section):
     attention_kernel: Literal["default", "FA3", "FA4"] = "default"
     """Flash attention on a GPU: the kernel of torch, or of a package: FA3 is FlashAttention 3 (`flash_attn_interface`,
     for Hopper), FA4 is FlashAttention 4 (`flash_attn.cute`, for Hopper and Blackwell)."""
-
-    @property
-    def stated_shape(self) -> dict[str, Any]:
-        """Keys of the shape that the table sets."""
-        table = self.model_dump(include=set(ModelShape.model_fields))
-        return {key: value for key, value in table.items() if value is not None}
-
-
-# [model] has every field of ModelShape with the default "absent", so that each shape key is documented once.
-_SHAPE_KEYS: dict[str, Any] = {
-    name: (field.rebuild_annotation() | None, Field(None, description=field.description))
-    for name, field in ModelShape.model_fields.items()
-}
-ModelConfig = create_model("ModelConfig", __base__=_ModelBase, __doc__=_ModelBase.__doc__, **_SHAPE_KEYS)

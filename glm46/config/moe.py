@@ -41,8 +41,8 @@ class MoEConfig(Section):
 
 
 class MTPConfig(Section):
-    """[mtp]: multi-token prediction; model.num_nextn_predict_layers = 0 switches it off."""
+    """[mtp]: multi-token prediction; model.shape.num_nextn_predict_layers = 0 switches it off."""
 
-    loss_weight: Annotated[Schedule, Needs("model.num_nextn_predict_layers")] = 0.3
+    loss_weight: Annotated[Schedule, Needs("model.shape.num_nextn_predict_layers")] = 0.3
     """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1. With [rl]
     only the prediction layers get its gradient."""

@@ -50,8 +50,8 @@ class ParallelismConfig(Section):
     parallelism (default)."""
 
     tensor_parallel_degree: int = Field(1, ge=1)
-    """Ranks that share each matrix (tensor with sequence parallel). Divides model.num_key_value_heads, or is a multiple
-    of it: equal numbers of ranks then share a key head."""
+    """Ranks that share each matrix (tensor with sequence parallel). Divides model.shape.num_key_value_heads, or is a
+    multiple of it: equal numbers of ranks then share a key head."""
 
     enable_async_tensor_parallel: Annotated[
         bool, Needs("tensor_parallel_degree", above=1), Needs("compile.enable", True)

@@ -189,19 +189,21 @@ def relative_of(flavor: str) -> str | None:
 
 @lru_cache(maxsize=64)  # one object for equal tables: a search of layouts compares shapes millions of times
 def resolve_shape(model: ModelConfig) -> ModelShape:
-    """Return the shape of a [model] table: its preset, changed by the keys that the table sets.
+    """Return the shape of a [model] table: its preset, changed by the keys that [model.shape] sets.
 
     Raises:
         KeyError: the flavor is not a preset; `config.loader` turns this into a message before any other use.
     """
-    return ModelShape.model_validate(PRESETS[model.flavor].model_dump() | model.stated_shape)
+    changes = model.shape.model_dump(exclude_none=True)
+    return ModelShape.model_validate(PRESETS[model.flavor].model_dump() | changes)
 
 
 def with_presets(config: RunConfig) -> RunConfig:
-    """Return the config with the keys that the presets of [model] and [rl] fill in. [model] is then a `ModelShape`."""
+    """Return the config with the keys that the presets of [model] and [rl] fill in. `model.shape` is then a
+    `ModelShape`."""
     sections: dict[str, Section] = {}
     if config.model.flavor in PRESETS:
-        sections["model"] = resolve_shape(config.model)
+        sections["model"] = config.model.model_copy(update={"shape": resolve_shape(config.model)})
     if config.rl is not None:
         sections["rl"] = config.rl.resolved()
     return config.model_copy(update=sections)

@@ -40,8 +40,8 @@ def base_stays_as_it_is(config: RunConfig, adapter: AdapterConfig, shape: ModelS
         )
     if shape.num_nextn_predict_layers:
         yield fault(
-            "`model.num_nextn_predict_layers`: must be 0 under `adapter`, which does not train them: the base's are "
-            "left as they are; set it to 0"
+            "`model.shape.num_nextn_predict_layers`: must be 0 under `adapter`, which does not train them: the base's "
+            "are left as they are; set it to 0"
         )
 
 
@@ -67,17 +67,18 @@ def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, s
         return
     tp = config.parallelism.tensor_parallel_degree
     size = BASE_FORMATS[adapter.base_dtype].columns
+    shared = shape.moe_intermediate_size * shape.n_shared_experts
     # Input columns that tensor parallelism splits, of the projections back to the hidden size; experts stay whole.
     split = {
-        "model.num_attention_heads x model.head_dim": shape.num_attention_heads * shape.head_dim,
-        "model.intermediate_size": shape.intermediate_size,
-        "model.moe_intermediate_size x model.n_shared_experts": shape.moe_intermediate_size * shape.n_shared_experts,
+        "model.shape.num_attention_heads x model.shape.head_dim": shape.num_attention_heads * shape.head_dim,
+        "model.shape.intermediate_size": shape.intermediate_size,
+        "model.shape.moe_intermediate_size x model.shape.n_shared_experts": shared,
     }
     widths = [*split.values(), shape.moe_intermediate_size]
     if shape.hidden_size % size or all(width % size for width in widths):
         yield fault(
             f"`adapter.base_dtype`: no projection of this model has sizes that are multiples of {size} "
-            "(`model.hidden_size`); remove adapter.base_dtype"
+            "(`model.shape.hidden_size`); remove adapter.base_dtype"
         )
         return
     for name, width in split.items():
@@ -103,7 +104,7 @@ def adapted_layers_exist(adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """The range of layers is inside the model, and every target exists in it."""
     first, last = adapter.layers or (0, shape.num_hidden_layers - 1)
     if not 0 <= first <= last < shape.num_hidden_layers:
-        yield fault("`adapter.layers`: must be [first, last] with 0 <= first <= last < `model.num_hidden_layers`")
+        yield fault("`adapter.layers`: must be [first, last] with 0 <= first <= last < `model.shape.num_hidden_layers`")
         return
     has_moe = last >= shape.first_k_dense_replace
     for target, is_there, why in (
@@ -115,8 +116,8 @@ def adapted_layers_exist(adapter: AdapterConfig, shape: ModelShape) -> Faults:
             yield fault(
                 f'`adapter.targets`: none of the layers {first} to {last} {why}; remove "{target}"',
                 "adapter.layers",
-                "model.first_k_dense_replace",
-                "model.n_shared_experts",
+                "model.shape.first_k_dense_replace",
+                "model.shape.n_shared_experts",
             )
 
 

@@ -26,8 +26,8 @@ def preference_trains_no_prediction_layers(preference: PreferenceConfig, shape: 
     """The preference loss trains only the decoder, not the prediction layers."""
     if shape.num_nextn_predict_layers:
         yield fault(
-            "`model.num_nextn_predict_layers`: must be 0 under `finetune.preference`, which leaves the prediction "
-            "layers of the start as they are; set it to 0"
+            "`model.shape.num_nextn_predict_layers`: must be 0 under `finetune.preference`, which leaves the "
+            "prediction layers of the start as they are; set it to 0"
         )
 
 

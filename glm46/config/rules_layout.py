@@ -35,14 +35,15 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape) -> Faults:
     layout = config.parallelism
     tensor = layout.tensor_parallel_degree
     context = layout.context_parallel_degree
+    expert = layout.expert_parallel_degree
     rules = (
-        ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
-        ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
+        ("tensor_parallel_degree", tensor, "model.shape.num_attention_heads", shape.num_attention_heads, 1),
+        ("tensor_parallel_degree", tensor, "model.shape.vocab_size", shape.vocab_size, 1),
         # Tensor parallelism splits the part of a sequence that context parallelism leaves to a rank.
         ("tensor_parallel_degree", tensor, "training.seq_len", config.training.seq_len, context),
         # A rank takes a piece of the head and one of the tail, so that causal attention costs each rank the same.
         ("context_parallel_degree", context, "training.seq_len", config.training.seq_len, 2),
-        ("expert_parallel_degree", layout.expert_parallel_degree, "model.n_routed_experts", shape.n_routed_experts, 1),
+        ("expert_parallel_degree", expert, "model.shape.n_routed_experts", shape.n_routed_experts, 1),
     )
     for degree_key, degree, key, size, factor in rules:
         if degree > 1 and size % (degree * factor):
@@ -57,7 +58,7 @@ def experts_of_the_layout_exist(config: RunConfig, shape: ModelShape) -> Faults:
     """Keys that shard or recompute experts need a layer with experts."""
     if shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
         return
-    why = "no layer has experts with `model.first_k_dense_replace`"
+    why = "no layer has experts with `model.shape.first_k_dense_replace`"
     if config.parallelism.expert_parallel_degree > 1:
         yield fault(f"`parallelism.expert_parallel_degree`: {why}; take 1")
     if "experts" in config.activation_checkpoint.recompute:
@@ -76,7 +77,7 @@ def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape) 
     key = "num_key_value_heads" if degree % heads else "head_dim"
     requirement = "divide it or be a multiple of it" if degree % heads else f"leave equal parts of {heads} key heads"
     fitting = math.gcd(degree, heads) if degree % heads else heads * math.gcd(degree // heads, shape.head_dim)
-    yield fault(f"`parallelism.tensor_parallel_degree` with `model.{key}`: must {requirement}; take {fitting}")
+    yield fault(f"`parallelism.tensor_parallel_degree` with `model.shape.{key}`: must {requirement}; take {fitting}")
 
 
 @rule
@@ -141,12 +142,12 @@ def deepep_takes_the_rows(config: RunConfig, shape: ModelShape) -> Faults:
         why = f"DeepEP's buffer has the rows that selective keeps, which {other} cannot move"
         yield fault(f'`{key}`: {why}; add "exchange" to activation_checkpoint.recompute, {remedy}', other)
     if width := shape.hidden_size % 16:
-        other = "model.hidden_size"
+        other = "model.shape.hidden_size"
         below = shape.hidden_size - width
         why = f"DeepEP sends rows of a multiple of 32 bytes, and {other} is {shape.hidden_size}"
         yield fault(f"`{key}`: {why}; take {below + 16}, {remedy}", other)
     if shape.num_experts_per_tok > 32:
-        other = "model.num_experts_per_tok"
+        other = "model.shape.num_experts_per_tok"
         yield fault(f"`{key}`: DeepEP sends a token to at most 32 experts; lower {other}, {remedy}", other)
     if config.rl is not None:
         why = "DeepEP needs to know the most tokens of a micro-batch, and those of samples vary"
@@ -264,12 +265,12 @@ def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape) -> Faults:
     key = "parallelism.tensor_parallel_degree"
     if config.optimizer.state_dtype != "8bit" or tensor == 1:
         return
-    cut = [("model.num_attention_heads * head_dim", shape.num_attention_heads * shape.head_dim)]
+    cut = [("model.shape.num_attention_heads * head_dim", shape.num_attention_heads * shape.head_dim)]
     if shape.first_k_dense_replace:
-        cut.append(("model.intermediate_size", shape.intermediate_size))
+        cut.append(("model.shape.intermediate_size", shape.intermediate_size))
     if shape.n_shared_experts:
         width = shape.n_shared_experts * shape.moe_intermediate_size
-        cut.append(("model.n_shared_experts * moe_intermediate_size", width))
+        cut.append(("model.shape.n_shared_experts * moe_intermediate_size", width))
     cut = [(name, columns) for name, columns in cut if columns * shape.hidden_size >= STATE_LEAST_ENTRIES]
     for name, columns in cut:
         if columns % (STATE_BLOCK * tensor):

@@ -15,7 +15,9 @@ def heads_group_evenly(shape: ModelShape) -> Faults:
     heads = shape.num_key_value_heads
     if queries % heads:
         near = near_values(queries, queries + heads, lambda n: n % heads == 0)
-        yield fault(f"`model.num_attention_heads`: must be a multiple of `model.num_key_value_heads`; {near}")
+        yield fault(
+            f"`model.shape.num_attention_heads`: must be a multiple of `model.shape.num_key_value_heads`; {near}"
+        )
 
 
 @rule
@@ -26,8 +28,8 @@ def rotated_part_is_even(shape: ModelShape) -> Faults:
     rotated = shape.head_dim * shape.partial_rotary_factor
     if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
         yield fault(
-            f"`model.partial_rotary_factor`: rotates {rotated:g} of `model.head_dim` dimensions in pairs, so this must "
-            f"be an even number of at least 2; take {max(2, 2 * round(rotated / 2)) / shape.head_dim}"
+            f"`model.shape.partial_rotary_factor`: rotates {rotated:g} of `model.shape.head_dim` dimensions in pairs, "
+            f"so this must be an even number of at least 2; take {max(2, 2 * round(rotated / 2)) / shape.head_dim}"
         )
 
 
@@ -35,7 +37,7 @@ def rotated_part_is_even(shape: ModelShape) -> Faults:
 def latent_keys_fit_together(shape: ModelShape) -> Faults:
     """Latent attention has all of its keys, heads of one width, and no key of grouped-query attention alone."""
     keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    missing = [f"model.{key}" for key in keys if getattr(shape, key) is None]
+    missing = [f"model.shape.{key}" for key in keys if getattr(shape, key) is None]
     if missing:
         if len(missing) < len(keys):
             yield fault(
@@ -48,13 +50,13 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
     width = rotated + (shape.qk_nope_head_dim or 0)
     if rotated % 2:
         yield fault(
-            "`model.qk_rope_head_dim`: is rotated in pairs; make it even, and keep its sum with qk_nope_head_dim"
+            "`model.shape.qk_rope_head_dim`: is rotated in pairs; make it even, and keep its sum with qk_nope_head_dim"
         )
     for key in ("head_dim", "v_head_dim"):
         if getattr(shape, key) != width:
             yield fault(
-                f"`model.{key}`: must be the sum of `model.qk_nope_head_dim` and `model.qk_rope_head_dim`, because all "
-                f"heads have one width; take {width}"
+                f"`model.shape.{key}`: must be the sum of `model.shape.qk_nope_head_dim` and "
+                f"`model.shape.qk_rope_head_dim`, because all heads have one width; take {width}"
             )
     for key, value in (
         ("num_key_value_heads", shape.num_attention_heads),
@@ -64,7 +66,8 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
     ):
         if getattr(shape, key) != value:
             yield fault(
-                f"`model.{key}`: is not possible with latent attention (`model.kv_lora_rank`); take {show(value)}"
+                f"`model.shape.{key}`: is not possible with latent attention (`model.shape.kv_lora_rank`); "
+                f"take {show(value)}"
             )
 
 
@@ -72,14 +75,14 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
 def dense_layers_exist(shape: ModelShape) -> Faults:
     """There are at most as many dense layers as layers."""
     if shape.first_k_dense_replace > shape.num_hidden_layers:
-        yield fault("`model.first_k_dense_replace`: there are only `model.num_hidden_layers`; lower it")
+        yield fault("`model.shape.first_k_dense_replace`: there are only `model.shape.num_hidden_layers`; lower it")
 
 
 @rule
 def token_finds_enough_experts(shape: ModelShape) -> Faults:
     """Top-k needs k experts."""
     if shape.num_experts_per_tok > shape.n_routed_experts:
-        yield fault("`model.num_experts_per_tok`: there are only `model.n_routed_experts`; lower it")
+        yield fault("`model.shape.num_experts_per_tok`: there are only `model.shape.n_routed_experts`; lower it")
 
 
 @rule
@@ -87,7 +90,7 @@ def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
     """Expert rows begin at multiples of 16 bytes."""
     for key, entries, broken in unaligned_experts(shape, config.training.mixed_precision_param):
         width = -(-getattr(shape, key) // entries) * entries
-        yield fault(f"model.{broken}; take {width}", f"model.{key}", "training.mixed_precision_param")
+        yield fault(f"model.shape.{broken}; take {width}", f"model.shape.{key}", "training.mixed_precision_param")
 
 
 def unaligned_experts(shape: ModelShape, dtype: str) -> Iterator[tuple[str, int, str]]:
@@ -110,7 +113,7 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
     """A sequence is not longer than the positions of the model."""
     if config.training.seq_len > shape.max_position_embeddings:
         yield fault(
-            "`training.seq_len`: longer than `model.max_position_embeddings`; shorten it, or raise "
+            "`training.seq_len`: longer than `model.shape.max_position_embeddings`; shorten it, or raise "
             "max_position_embeddings (and rope_theta with it)"
         )
 
@@ -118,7 +121,7 @@ def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
 @rule
 def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
     """YaRN needs the original length, which separates fast from slow frequencies."""
-    tables = {"model": shape.rope_scaling}
+    tables = {"model.shape": shape.rope_scaling}
     tables |= {f"data.stages[{index}]": stage.rope_scaling for index, stage in enumerate(config.data.stages)}
     for place, scaling in tables.items():
         if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:

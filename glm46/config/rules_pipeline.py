@@ -20,7 +20,8 @@ def every_stage_has_a_layer(config: RunConfig, shape: ModelShape) -> Faults:
         note = f" with {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
         noun = counted(shape.num_hidden_layers, "layer").partition(" ")[2]
         yield fault(
-            f"`parallelism.pipeline_parallel_degree`{note}: there are only `model.num_hidden_layers` {noun}; lower it"
+            f"`parallelism.pipeline_parallel_degree`{note}: there are only "
+            f"`model.shape.num_hidden_layers` {noun}; lower it"
         )
 
 

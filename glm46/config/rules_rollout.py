@@ -109,7 +109,7 @@ def adapters_can_be_sent(config: RunConfig, rollout: RolloutConfig) -> Faults:
 def the_model_can_generate(rollout: RolloutConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The ranks that generate with one model split it evenly, and drafts have layers."""
     if rollout.speculative and not shape.num_nextn_predict_layers:
-        yield fault("`rollout.speculative`: `model.num_nextn_predict_layers`, so nothing drafts; remove it")
+        yield fault("`rollout.speculative`: `model.shape.num_nextn_predict_layers`, so nothing drafts; remove it")
     for key, broken in degree_faults(
         rollout.degrees, shape, world_size, lambda name, degree: f"rollout.{name}_degree = {degree}"
     ):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from glm46.config.faults import nearest, show
 from glm46.config.hub_ids import hub_keys
+from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS, relative_of
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
@@ -98,9 +99,9 @@ def state_file_has_a_folder(config: RunConfig) -> Faults:
 
 
 @rule
-def hugging_face_knows_the_model(config: RunConfig) -> Faults:
+def hugging_face_knows_the_model(config: RunConfig, shape: ModelShape) -> Faults:
     """Hugging Face's model class can compute what this config trains."""
-    windows = _last_windows(config) if config.checkpoint.last_save_in_hf else {}
+    windows = _last_windows(config, shape) if config.checkpoint.last_save_in_hf else {}
     for key in [key for key, window in windows.items() if window not in (None, -1)][:1]:
         unknown = "" if config.training.steps is None else " (any stage may be the last one of training.steps)"
         yield fault(
@@ -109,7 +110,7 @@ def hugging_face_knows_the_model(config: RunConfig) -> Faults:
         )
 
 
-def _last_windows(config: RunConfig) -> dict[str, int | None]:
+def _last_windows(config: RunConfig, shape: ModelShape) -> dict[str, int | None]:
     """Return the sliding windows, by their keys, with which a run may end: the window of its last stage of text, or of
     all stages under a budget in steps."""
     stages = dict(enumerate(config.data.stages))
@@ -121,7 +122,7 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
         stages = {last: stages[last]}
     windows = {f"data.stages[{index}].sliding_window": stage.sliding_window for index, stage in stages.items()}
     if not windows or None in windows.values():
-        windows["model.sliding_window"] = config.model.stated_shape.get("sliding_window")
+        windows["model.shape.sliding_window"] = shape.sliding_window
     return windows
 
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from glm46.config.faults import show
-from glm46.config.model import ModelShape
+from glm46.config.model import ShapeConfig
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 
@@ -41,10 +41,15 @@ def json_schema() -> dict[str, Any]:
 
 
 def describe_keys() -> list[SectionRows]:
-    """Return the documentation of every section and key, in the order of the file."""
+    """Return the documentation of every section and key, in the order of the file; [model.shape] is one key."""
     schema = json_schema()
     names = filter(None, map(_section, schema["properties"].values()))
     return [rows for name in names for rows in _describe(name, schema["$defs"])]
+
+
+def describe_shape() -> list[SectionRows]:
+    """Return the documentation of the keys of [model.shape], which is not part of `describe_keys`."""
+    return _describe(ShapeConfig.__name__, json_schema()["$defs"])
 
 
 def _section(spec: dict) -> str | None:
@@ -59,7 +64,10 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
     rows = []
     inner = []
     for key, spec in section["properties"].items():
-        if nested := _section(spec):
+        if (nested := _section(spec)) == ShapeConfig.__name__:
+            rows.append(KeyRow(key, "a table", "absent", " ".join(spec["description"].split())))
+            continue
+        if nested:
             place, _ = _title(sections[nested])
             if place.strip("[]").startswith(header.strip("[]")):
                 inner += _describe(nested, sections)
@@ -70,8 +78,6 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
         text = "absent" if default is None else show(default)
         if key in section.get("required", ()):
             text = "required"
-        elif name == "ModelConfig" and key in ModelShape.model_fields:
-            text = "of the preset"
         rows.append(KeyRow(key, _values(spec), text, " ".join(spec["description"].split())))
     return [SectionRows(header, meaning, rows), *inner]
 

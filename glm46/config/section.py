@@ -49,6 +49,10 @@ class Section(BaseModel):
     removed: ClassVar[dict[str, Removed]] = {}
     """Keys of earlier versions. A TOML file with one is refused, and a stored config is read without it."""
 
+    moved: ClassVar[dict[str, str]] = {}
+    """Keys of earlier versions -> their places in this section. A TOML file with one is refused, and a stored config is
+    read with the key in its new place."""
+
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         # `python -OO` drops docstrings, which are the documentation of a table here.

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from glm46.config.faults import Fault, nearest, show
-from glm46.config.overrides import dotted, literal, take_out
+from glm46.config.overrides import dotted, key_parts, literal, take_out
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Section
@@ -89,6 +89,10 @@ def _describe(item: ErrorDetails, root: type[Section]) -> Fault:
             return Fault((key,), f"{key}: unknown key; {reason}")
         if removed := section.removed.get(str(place[-1])):
             return Fault((key,), f"{key}: was removed; {removed.instead}")
+        if moved := section.moved.get(str(place[-1])):
+            new_key = dotted((*place[:-1], *key_parts(moved)))
+            # Rules would report the default in the new place.
+            return Fault((key,), f"{key}: was moved; write it as {new_key}", doubtful=(new_key,))
         intended, hint = _meant(place, section)
         return Fault((key,), f"{key}: unknown key; {hint}", doubtful=(intended,))
     if kind == "missing":

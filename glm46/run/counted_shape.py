@@ -23,7 +23,7 @@ class CountedShape(ModelShape):
 
 
 def model_shape(flavor: str, **changes: Any) -> CountedShape:
-    """Return the shape that ``[model]`` of a TOML file with these keys has.
+    """Return the shape that a TOML file with this flavor and these keys in ``[model.shape]`` has.
 
     Args:
         flavor: a preset, such as "GLM-4.6", "GLM-4.5-Air" or "15B".
@@ -32,5 +32,5 @@ def model_shape(flavor: str, **changes: Any) -> CountedShape:
     Raises:
         UserError: a flavor or key is unknown, or the values do not form a valid model; lists every fault.
     """
-    config = config_from({"model": {"flavor": flavor, **changes}})
+    config = config_from({"model": {"flavor": flavor, "shape": changes}})
     return CountedShape.model_validate(resolve_shape(config.model).model_dump())

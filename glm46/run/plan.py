@@ -22,7 +22,7 @@ class Plan:
 
     config: RunConfig
     shape: ModelShape
-    """Shape of [model]; a stage of text may have another window or RoPE scaling."""
+    """Shape of the model; a stage of text may have another window or RoPE scaling."""
     layout: Layout
     text_stages: tuple[TextStage, ...]
     budget_tokens: int

@@ -41,6 +41,7 @@ _GLOO_BYTES = (1 << 25, 1 << 12)
 CONFIG = f"""
 [model]
 flavor = "debug"
+[model.shape]
 hidden_size = 512
 intermediate_size = 1536
 moe_intermediate_size = 256

@@ -166,7 +166,7 @@ def _train_own(folder: Path, given: dict[str, Any]) -> Measured:
     with tempfile.TemporaryDirectory() as dump_folder:
         config = RunConfig.model_validate({
             "job": {"dump_folder": dump_folder}, "finetune": {},
-            "model": {"flavor": given["flavor"], "num_nextn_predict_layers": 0},
+            "model": {"flavor": given["flavor"], "shape": {"num_nextn_predict_layers": 0}},
             "data": {"sources": [{"name": "chats", "path": str(folder / "chats"), "packing": "best_fit"}]}
             | {"document_mask": True},
             "training": {"steps": given["steps"] + _WARM_UP, "seq_len": given["seq_len"], "local_batch_size": 1}

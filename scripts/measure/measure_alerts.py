@@ -30,7 +30,7 @@ GOALS = {"TrainingDown": 145, "TrainingNotFinite": 15, "LossSpike": 45, "Trainin
 HISTORY_SECONDS = 80
 """Time before the spike: its alert compares with what is older than a minute."""
 KEYS = {
-    "model.num_hidden_layers": 2,
+    "model.shape.num_hidden_layers": 2,
     "training.seq_len": 64,
     "training.local_batch_size": 1,
     "training.global_batch_size": 4,

@@ -175,7 +175,7 @@ FAULTS = {
     "full disk": Fault("job.dump_folder", mounted("out", "size=1m")),
     "read-only disk": Fault("job.dump_folder", mounted("out", "size=64m", flags=1)),
     "small disk": Fault("space for checkpoints", mounted("out", "size=48m"),
-                        ("--local", "--model.hidden_size", "1024", "--checkpoint.interval", "2")),
+                        ("--local", "--model.shape.hidden_size", "1024", "--checkpoint.interval", "2")),
     "damaged shard": Fault("data test", change_shard(flip)),
     "missing shard": Fault("data test", change_shard(Path.unlink)),
     "storage hangs": Fault("data", change_shard(pipe)),

@@ -147,10 +147,10 @@ def read_replays(path: Path) -> list[Replay]:
 
 def _sections(run: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The sections of the config of a run of the table."""
-    depths = run.get("prediction_layers", 0)
+    shape = {**models[run["model"]], "num_nextn_predict_layers": run.get("prediction_layers", 0)}
     sections = {
         **_COMMON,
-        "model": {"flavor": "GLM-4.5", **models[run["model"]], "num_nextn_predict_layers": depths},
+        "model": {"flavor": "GLM-4.5", "shape": shape},
         "training": _TRAINING | run["training"],
         "parallelism": run["parallelism"],
         "activation_checkpoint": {"mode": run.get("recompute", "none")},

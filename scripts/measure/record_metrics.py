@@ -41,7 +41,7 @@ WAIT_SCRAPES = 4
 """From SIGTERM to the next start, and recorded after the last SIGTERM."""
 KEYS = {
     # Short steps, and a budget that the recording does not reach; saves and validation are those of debug.toml.
-    "model.num_hidden_layers": 2,
+    "model.shape.num_hidden_layers": 2,
     "training.local_batch_size": 1,
     "training.global_batch_size": 2,
     "training.tokens": 10**7,

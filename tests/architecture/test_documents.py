@@ -57,7 +57,9 @@ def test_links_lead_to_files_and_headings():
 def test_keys_that_pages_name_exist():
     """Names in backticks, such as ``training.seq_len``; coming_from.md has keys of others in its first column. Known
     beside the keys are a tensor and a key that is refused."""
-    sections = re.split(r"(?m)^## ", (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8"))[1:]
+    reference = ROOT / "docs" / "reference"
+    pages = [(reference / name).read_text(encoding="utf-8") for name in ("keys.md", "shape.md")]
+    sections = [section for page in pages for section in re.split(r"(?m)^## ", page)[1:]]
     keys = {
         f"{section.splitlines()[0].strip('[]')}.{key}"
         for section in sections for key in re.findall(r"(?m)^\| `(\w+)` \|", section)
@@ -133,7 +135,7 @@ def test_reference_is_that_of_the_code_and_the_recipes(tmp_path):
     subprocess.run([sys.executable, "scripts/write_reference.py", tmp_path], cwd=ROOT, check=True)
     written = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
     shipped = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").iterdir()}
-    assert shipped == written and len(shipped) == 4
+    assert shipped == written and len(shipped) == 5
 
 
 def test_every_command_that_starts_a_server_states_its_address():

@@ -28,6 +28,7 @@ from tests.ranks.sharded_layouts import (
     whole,
 )
 from tests.ranks.traffic import Traffic
+from tests.small_run import with_shape
 
 LAYOUTS = {
     f"{kind}-{name}": layout._replace(adapter=kind)
@@ -50,10 +51,9 @@ class Run(NamedTuple):
 
 def config_of(layout: Layout, dtype: str) -> RunConfig:
     """`make_config` in this type, without clipping, with widths that grouped products take in BF16."""
-    config = make_config(layout)
-    model = config.model.model_copy(update={"hidden_size": 72, "moe_intermediate_size": 40})
+    config = with_shape(make_config(layout), hidden_size=72, moe_intermediate_size=40)
     training = config.training.model_copy(update={"mixed_precision_param": dtype, "max_norm": 1e9})
-    return config.model_copy(update={"training": training, "model": model})
+    return config.model_copy(update={"training": training})
 
 
 def loss_of(job: Job, trainable: bool) -> float:

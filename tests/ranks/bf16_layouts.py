@@ -36,6 +36,7 @@ from tests.ranks.sharded_layouts import (
     schedule_here,
     squares,
 )
+from tests.small_run import with_shape
 
 LAYOUTS = {
     "fsdp": Layout(), "tensor": Layout(tensor=2), "expert": Layout(experts_over=2), "context": Layout(context=2),
@@ -54,13 +55,12 @@ LAYOUTS = {
 def bf16_run(layout: Layout, exchange: str = "auto"):
     """`make_config` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
     (multiples of 16 bytes) and DeepEP (32) take in BF16."""
-    config = make_config(layout, layers=4)
-    model = config.model.model_copy(update={"hidden_size": 80, "moe_intermediate_size": 40})
+    config = with_shape(make_config(layout, layers=4), hidden_size=80, moe_intermediate_size=40)
     # DeepEP asks for the rows of a micro-batch beforehand.
     batch = {"global_batch_size": ROWS, "local_batch_size": ROWS // layout.micro_batches}
     training = config.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9} | batch)
     parallelism = config.parallelism.model_copy(update={"expert_exchange": exchange})
-    return config.model_copy(update={"training": training, "model": model, "parallelism": parallelism})
+    return config.model_copy(update={"training": training, "parallelism": parallelism})
 
 
 def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:

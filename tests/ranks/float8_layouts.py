@@ -51,6 +51,7 @@ from tests.ranks.sharded_layouts import (
     relative,
     squares,
 )
+from tests.small_run import with_shape
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 
@@ -114,11 +115,11 @@ CASES = {
 
 
 def config_of(case: Case, **options) -> RunConfig:
-    config = make_config(case.layout, SHAPE["num_hidden_layers"])
+    shape = WIDTHS | (LATENT if case.layout.latent else {})
+    config = with_shape(make_config(case.layout, SHAPE["num_hidden_layers"]), **shape)
     recipe = Float8Config(emulate=True, **case.float8)
-    model = config.model.model_copy(update=WIDTHS | (LATENT if case.layout.latent else {}))
     training = config.training.model_copy(update={"max_norm": 1e9})  # gradients as they are
-    return config.model_copy(update={"model": model, "training": training, "float8": recipe} | options)
+    return config.model_copy(update={"training": training, "float8": recipe} | options)
 
 
 def in_parts(module: nn.Module, dim: int, parts: int):

@@ -30,7 +30,7 @@ from glm46.storage.checkpoint.write_model import write_model
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.names import HFNames
 from tests.processes import HANG_SECONDS, free_port, is_alive, wait_until
-from tests.small_run import small_config, write_source
+from tests.small_run import model_table, small_config, write_source
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -98,7 +98,7 @@ def phases(base: Path, outputs: Path) -> dict[str, Phase]:
 
 def write_random_model(folder: Path) -> None:
     """A checkpoint of the debug model with more and wider experts, of 190 MB: converting it takes a moment."""
-    model = ModelConfig(flavor="debug", n_routed_experts=64, moe_intermediate_size=256)
+    model = ModelConfig(**model_table(flavor="debug", n_routed_experts=64, moe_intermediate_size=256))
     entries = HFNames(resolve_shape(model), repeat_shared=False).entries
     kinds = {name: (entry.shape, torch.float32) for name, entry in entries.items()}
     meta = {"config": dump_config(RunConfig(model=model))}

@@ -50,6 +50,7 @@ from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.server import ROOT
 from tests.ranks.sharded_layouts import Job, build_job, schedule_here
+from tests.small_run import model_table
 
 SHAPE = {
     "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 240, "vocab_size": 516, "intermediate_size": 100,
@@ -113,7 +114,7 @@ class Case(NamedTuple):
                 adapted | {"finetune": {"preference": {"loss_type": self.pairs}}},
             )
         return RunConfig.model_validate(adapted | {
-            "model": model,
+            "model": model_table(**model),
             "parallelism": parallelism,
             "activation_checkpoint": {
                 "mode": self.checkpointing, "every_n_layers": self.every, "recompute": self.recompute,

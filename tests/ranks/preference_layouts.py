@@ -56,6 +56,7 @@ from tests.ranks.sharded_layouts import (
     squares,
     write_base,
 )
+from tests.small_run import with_shape
 
 PREFERENCES = {
     "sigmoid": PreferenceConfig(beta=0.7, label_smoothing=0.1, sft_weight=0.3),
@@ -150,11 +151,10 @@ def move(parameters: dict[str, torch.nn.Parameter], adapted: bool) -> None:
 
 def config_of(loss_type: str, layout: Layout) -> RunConfig:
     """That of the layout matrix without prediction layers and auxiliary losses, which are no part of a preference."""
-    config = make_config(layout)
-    model = config.model.model_copy(update={"num_nextn_predict_layers": 0})
+    config = with_shape(make_config(layout), num_nextn_predict_layers=0)
     quiet = {"sequence_aux_loss_weight": 0.0, "z_loss_weight": 0.0, "balance": "none"}
     finetune = {"finetune": {"preference": PREFERENCES[loss_type].model_dump()}}
-    table = config.model_dump() | {"model": model.model_dump(exclude_none=True), "moe": quiet} | finetune
+    table = config.model_dump() | {"model": config.model.model_dump(exclude_none=True), "moe": quiet} | finetune
     return RunConfig.model_validate(table)
 
 

@@ -59,6 +59,7 @@ from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of
 from glm46.tasks.pretrain.next_token import NextToken, count_targets, next_token_loss
 from glm46.tasks.weights.weight_folders import ModelFiles
 from tests.ranks.forked_ranks import run_cases
+from tests.small_run import model_table
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
 SHAPE = {
@@ -580,13 +581,15 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
     return RunConfig.model_validate_json(
         json.dumps(
             {
-                "model": SHAPE
-                | {
-                    "n_routed_experts": layout.num_experts,
-                    "num_key_value_heads": layout.key_heads,
-                    "sliding_window": layout.window,
-                }
-                | model,
+                "model": model_table(
+                    **SHAPE
+                    | {
+                        "n_routed_experts": layout.num_experts,
+                        "num_key_value_heads": layout.key_heads,
+                        "sliding_window": layout.window,
+                    }
+                    | model
+                ),
                 "training": {
                     "mixed_precision_param": "float32",
                     "seq_len": SEQ_LEN,

@@ -8,7 +8,7 @@ import pytest
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
 from glm46.run.schedule import learning_rate_factor
-from tests.small_run import TINY, write_source
+from tests.small_run import TINY, model_table, write_source
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 STEPS = {1: 2, 2: 2, 3: 8}
@@ -19,7 +19,7 @@ def small_phase(number: int, sources: Path, outputs: Path) -> RunConfig:
     """A phase with a smaller model, less text and fewer steps. Its lengths, its batches and its layout stay."""
     config = load_config(FOLDER / f"debug_phase{number}.toml")
     content = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    content["model"] |= TINY
+    content["model"] = model_table(**content["model"]["shape"], **TINY)
     content["job"]["dump_folder"] = str(outputs / f"phase{number}")
     for source in content["data"]["sources"]:
         source["path"] = str(sources / source["name"])

@@ -7,6 +7,7 @@ from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.run.plan import resolve_plan
 from tests.ranks import two_levels
+from tests.small_run import model_table
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2}
 """Of the norm. FP32: sums in another order, as in all layouts. BF16: a sum over experts is rounded up to three times
@@ -45,7 +46,7 @@ def test_the_plan_counts_the_rows_of_even_routes(figures):
         case = row["case"]
         if case["router"] == "routes":
             parallelism = {"expert_parallel_degree": 4, "expert_exchange": "two_level"}
-            model = {"flavor": "debug"} | two_levels.CHANGES
+            model = model_table(flavor="debug", **two_levels.CHANGES)
             config = RunConfig.model_validate({"model": model, "parallelism": parallelism})
             hops = rows_of_hops(resolve_plan(config, 4, host_ranks=case["of_host"]), two_levels.SHAPE)
             of_row = 4 * two_levels.WIDTH * 4 + 12 * two_levels.CHOSEN

@@ -15,6 +15,7 @@ from glm46.compute.distributed.process import join, leave
 from glm46.engine.training.network import build_network
 from glm46.run.plan import resolve_plan
 from tests.ranks.sharded_layouts import Layout, make_config
+from tests.small_run import with_shape
 
 
 def main(key_heads: int) -> None:
@@ -26,8 +27,7 @@ def main(key_heads: int) -> None:
         return make(ranks, *arguments, **options)
 
     config = make_config(Layout(pipeline=2, tensor=2, key_heads=key_heads), layers=2)
-    shape = config.model.model_copy(update={"num_nextn_predict_layers": 0})
-    plan = resolve_plan(config.model_copy(update={"model": shape}), process.world_size)
+    plan = resolve_plan(with_shape(config, num_nextn_predict_layers=0), process.world_size)
     cluster = build_cluster(plan, process)
     with mock.patch.object(distributed_c10d, "_new_group_with_tag", record):
         network = build_network(plan, cluster)

@@ -42,7 +42,7 @@ _SHAPE = (
     "attention_bias",
     "num_nextn_predict_layers",
 )
-SHAPE_KEYS = (*(f"model.{name}" for name in _SHAPE), "training.dtype")
+SHAPE_KEYS = (*(f"model.shape.{name}" for name in _SHAPE), "training.dtype")
 """Keys that determine the weights of a checkpoint."""
 TENSOR_KEYS = (
     *SHAPE_KEYS,
@@ -166,7 +166,7 @@ def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[
 
 def _values(config: RunConfig) -> Mapping[str, Any]:
     values = dict(_flatten("", config.model_dump()))
-    values |= {f"model.{name}": value for name, value in resolve_shape(config.model).model_dump().items()}
+    values |= {f"model.shape.{name}": value for name, value in resolve_shape(config.model).model_dump().items()}
     # Sources may move to another path.
     values["data.sources"] = [(source.name, source.weight, source.packing) for source in config.data.sources]
     return values

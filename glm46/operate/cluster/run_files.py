@@ -50,8 +50,8 @@ def tokenizer(subject: Subject) -> Iterator[Result]:
         "tokenizer",
         loaded.vocab_size <= rows,
         f"{path}: {loaded.vocab_size:,} tokens, {loaded.fingerprint[:12]}",
-        f"<= model.vocab_size = {rows:,}",
-        "set model.vocab_size, or another model.tokenizer_path",
+        f"<= model.shape.vocab_size = {rows:,}",
+        "set model.shape.vocab_size, or another model.tokenizer_path",
     )
 
 

@@ -111,7 +111,7 @@ class ServerPlan:
         engine = split_model(self._shape, sizes[-1], self._gpu.host_gpus)
         if engine is None:
             raise UserError(
-                f"command line: {choice}: GPUs of a server must divide model.n_routed_experts = "
+                f"command line: {choice}: GPUs of a server must divide model.shape.n_routed_experts = "
                 f"{self._shape.n_routed_experts} and be whole hosts of {self._gpu.host_gpus}, or a part of one"
             )
         raise UserError(

@@ -221,7 +221,7 @@ def _table_of(shape: ModelShape, folder: Path, repeats: bool) -> ModelConfig:
     """Return the [model] table of a shape: the nearest preset, the keys that differ from it, the folder's tokenizer."""
     flavor = _flavor_of(shape, repeats)
     return ModelConfig.model_validate(
-        {"flavor": flavor, "tokenizer_path": str(real_path(folder))} | _differences(shape, flavor)
+        {"flavor": flavor, "shape": _differences(shape, flavor), "tokenizer_path": str(real_path(folder))}
     )
 
 

@@ -43,14 +43,14 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
     faults = []
     if tokenizer.vocab_size > vocab_size:
         faults.append(
-            f"model.vocab_size = {vocab_size}: the tokenizer {config.model.tokenizer_path!r} has ids up to "
-            f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
+            f"model.shape.vocab_size = {vocab_size}: the tokenizer {config.model.tokenizer_path!r} has ids up to "
+            f"{tokenizer.vocab_size - 1}; set model.shape.vocab_size to at least {tokenizer.vocab_size}"
         )
     prompt = len(tokenizer.encode(config.inference.prompt))
     if prompt and prompt + config.inference.max_new_tokens > positions:
         faults.append(
             f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} tokens of inference.prompt "
-            f"above model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
+            f"above model.shape.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
         )
     for index, source in enumerate(config.data.sources):
         if sources is not None and source not in sources:

@@ -178,7 +178,7 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
     """
     if shape.sliding_window is not None:
         raise UserError(
-            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: GLM's models "
+            f"sliding_window = {shape.sliding_window} of [model.shape] or of the last stage of text: GLM's models "
             "have none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
     base_shape = None if raw is None else shape_of(raw)

@@ -73,7 +73,7 @@ def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
     if _lacks_mtp(places, shape):
         raise UserError(
             f"{folder}: lacks the multi-token prediction layers (transformers does not save them), but "
-            f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
+            f"model.shape.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
     names = HFNames(shape, repeat_shared=has_repeats(places, shape), form=form)
     scheme = scheme_of(raw, str(folder / CONFIG))
@@ -214,13 +214,14 @@ def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> lis
     theirs = shape_of(raw, str(file))
     values = [(name, getattr(shape, name), getattr(theirs, name)) for name in ModelShape.model_fields]
     faults = [
-        f"{file}: {name} = {_shown(value)}, but the config has model.{name} = {_shown(ours)}; set it to the folder's"
+        f"{file}: {name} = {_shown(value)}, but the config has model.shape.{name} = {_shown(ours)}; "
+        "set it to the folder's"
         for name, ours, value in values
         if ours != value and name not in _MAY_DIFFER and not (name == "num_nextn_predict_layers" and ours < value)
     ]
     if len(faults) <= _KEYS_SHOWN:
         return faults
-    more = f"{file}: more keys of [model] that differ: {len(faults) - _KEYS_SHOWN}, so it is another model"
+    more = f"{file}: more keys of [model.shape] that differ: {len(faults) - _KEYS_SHOWN}, so it is another model"
     return [*faults[:_KEYS_SHOWN], f"{more}; set model.flavor and these keys to the folder's, or take another folder"]
 
 

@@ -38,7 +38,7 @@ class Pretraining(Task):
         "data.stages",
         "training.seq_len",
         "debug.seed",
-        "model.num_nextn_predict_layers",
+        "model.shape.num_nextn_predict_layers",
     )
 
     def __init__(

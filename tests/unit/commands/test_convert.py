@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.loader import dump_config
-from glm46.config.model import ModelConfig
+from glm46.config.model import ModelConfig, ShapeConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference.stored_model import stored_model
@@ -31,14 +31,15 @@ from glm46.storage.huggingface.export_weights import ExportOptions, export_weigh
 from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.names import has_repeats
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, tokenizer_files
+from tests.small_run import model_table
 from tests.step_tensors import step_tensors
 from tests.unit.storage.huggingface.adapters import LATENT, TINY
 
 ROOT = Path(__file__).resolve().parents[3]
-TABLE = ModelConfig(
+TABLE = ModelConfig(**model_table(
     flavor="debug", hidden_size=32, num_hidden_layers=2, intermediate_size=48, moe_intermediate_size=16,
     n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, head_dim=8,
-)  # fmt: skip
+))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_a_model_of_glm_47_has_its_repeats_template_and_sampling(trained, tmp_pa
     """Its shape is that of 4.6: the name of a run decides, then the folder, by repeats and template."""
     folder, table = tmp_path / "steps", resolve_shape(TABLE).model_dump()
     tensors = {f"model.{name}": t.detach() for name, t in [*trained[1].named_parameters(), *trained[1].named_buffers()]}
-    config = dump_config(RunConfig(model=ModelConfig.model_validate(table | {"flavor": "GLM-4.7"})))
+    config = dump_config(RunConfig(model=ModelConfig(flavor="GLM-4.7", shape=table)))
     CheckpointManager(folder, keep_latest_k=0).save(1, tensors, {"config": config})
     step, out = folder / "step-000001", tmp_path / "hf"
     assert stored_model(step).tokenizer(None).flavor == "GLM-4.7"
@@ -133,7 +134,7 @@ def test_a_model_of_glm_47_has_its_repeats_template_and_sampling(trained, tmp_pa
 @pytest.mark.parametrize("repeats, flavor", [(True, "GLM-4.7"), (False, "GLM-4.6")])
 def test_the_preset_of_an_imported_folder(repeats, flavor):
     table = _table_of(PRESETS["GLM-4.7"], Path("builtin"), repeats)
-    assert table.flavor == flavor and table.stated_shape == {}
+    assert table.flavor == flavor and table.shape == ShapeConfig()
     assert _table_of(PRESETS["debug"], Path("builtin"), repeats).flavor == "debug"
 
 

@@ -14,6 +14,7 @@ from glm46.config.run_config import RunConfig
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.stored_values import StepTensors
+from tests.small_run import with_shape
 from tests.unit.commands.test_convert import TABLE, resolve_shape
 
 
@@ -140,14 +141,12 @@ def test_a_hugging_face_folder_is_quantised_as_its_step_folder_is(dtype, folders
     wide += ["--max-file-gb", "0.0001"]
     shape = resolve_shape(TABLE)
     if dtype in ("fp8-block", "int4"):  # sizes that are multiples of a block
-        table = TABLE.model_copy(update={"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128})
-        shape, model = resolve_shape(table), Transformer(resolve_shape(table))
+        run = with_shape(RunConfig(model=TABLE), hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
+        shape, model = resolve_shape(run.model), Transformer(resolve_shape(run.model))
         tensors = {f"model.{n}": t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
         for tensor in tensors.values():
             torch.nn.init.normal_(tensor, std=0.2)
-        CheckpointManager(tmp_path / "run", keep_latest_k=0).save(
-            1, tensors, {"config": dump_config(RunConfig(model=table))}
-        )
+        CheckpointManager(tmp_path / "run", keep_latest_k=0).save(1, tensors, {"config": dump_config(run)})
         hf = tmp_path / "hf"
         assert main(["convert", "to-hf", "--checkpoint", str(tmp_path / "run/step-000001"), "--output", str(hf)]) == 0
     assert main(["convert", "from-hf", "--model", str(hf), "--output", str(tmp_path / "native")]) == 0

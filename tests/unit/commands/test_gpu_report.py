@@ -167,6 +167,6 @@ def test_the_runs_of_a_gpu_are_sound_and_fit(overrides, tmp_path):
     # An H200, less, and an H100. The gradients of BF16 weights are added in FP32, so four layers need 79 GiB.
     for gib, layers in ((139, 4), (90, 4), (79, 3)):
         config = script().training_config("run", tmp_path, False, overrides, gib * 2**30)
-        assert config.model.num_hidden_layers == layers
+        assert config.model.shape.num_hidden_layers == layers
         assert plan_memory(config, 1, device="gpu").total < 0.9 * gib * 2**30
         assert step_tokens(resolve_plan(config, 1)) == 65536  # what the goal for the optimizer's share is stated for

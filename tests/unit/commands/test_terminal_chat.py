@@ -202,7 +202,7 @@ def test_ctrl_c_stops_an_answer_or_the_input_and_not_the_chat(monkeypatch, capsy
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder of a random model with room for long answers."""
-    shape = resolve_shape(ModelConfig(flavor="debug", num_hidden_layers=2, max_position_embeddings=65536))
+    shape = resolve_shape(ModelConfig(flavor="debug", shape={"num_hidden_layers": 2, "max_position_embeddings": 65536}))
     torch.manual_seed(0)
     model = Transformer(shape)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -6,11 +6,13 @@ from glm46.config import rules_layout
 from glm46.config.errors import UserError
 from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
+from tests.small_run import model_table
 from tests.unit.config.test_preference import load
 
 SOUND = """
 [model]
 flavor = "debug"
+[model.shape]
 num_nextn_predict_layers = 0
 [training]
 steps = 2
@@ -42,7 +44,10 @@ BAD = {
         ["moe.router_temperature = [[0, 1.0], [9, 1.5]]", "cannot change under [adapter]", "set it to 1.5"],
     ),
     "z-loss": (('balance = "none"', 'balance = "none"\nz_loss_weight = 0.1'), ["moe.z_loss_weight = 0.1", "to 0"]),
-    "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1", "must be 0", "set it to 0"]),
+    "MTP": (
+        ("num_nextn_predict_layers = 0", ""),
+        ["model.shape.num_nextn_predict_layers = 1", "must be 0", "set it to 0"],
+    ),
     "FP8": (("[adapter]", '[float8]\nrecipe_name = "rowwise"\n[adapter]'), ["float8.recipe_name", "remove [float8]"]),
     "DoRA in host memory": (
         ("[optimizer]", 'parameter_offload = true\n[optimizer]\nstate_offload = "cpu"'),
@@ -75,11 +80,21 @@ BAD = {
     ),
     "FP8 base in parts": (
         ("[optimizer]", "[parallelism]\ntensor_parallel_degree = 2\n[optimizer]"),
-        ["tensor_parallel_degree = 2", "model.n_shared_experts = 128", 'adapter.base_dtype = "float8"', "or remove"],
+        [
+            "tensor_parallel_degree = 2",
+            "model.shape.n_shared_experts = 128",
+            'adapter.base_dtype = "float8"',
+            "or remove",
+        ],
     ),
     "FP8 base in parts, of NF4": (
         ("[optimizer]", "[parallelism]\ntensor_parallel_degree = 4\n[optimizer]"),
-        ["tensor_parallel_degree = 4", "model.n_shared_experts = 128", "multiples of 64", 'adapter.base_dtype = "nf4"'],
+        [
+            "tensor_parallel_degree = 4",
+            "model.shape.n_shared_experts = 128",
+            "multiples of 64",
+            'adapter.base_dtype = "nf4"',
+        ],
     ),
     "unknown base": ('base_dtype = "int8"', ["adapter.base_dtype", '"int8"', "'nf4'"]),
     "dropout": ("dropout = 0.1", ["adapter.dropout", "unknown key"]),
@@ -119,7 +134,7 @@ def test_the_rank_of_experts_divides_evenly_where_each_expert_is_sharded():
     """FSDP2 shards A of an expert along its rank where the ranks do not divide the number of experts."""
     for adapter, is_even in (({"expert_rank": 8}, False), ({}, True), ({"targets": ["attention"], "rank": 8}, True)):
         config = RunConfig.model_validate({
-            "model": {"flavor": "debug", "n_routed_experts": 24, "num_nextn_predict_layers": 0}, "adapter": adapter,
+            "model": model_table(flavor="debug", n_routed_experts=24, num_nextn_predict_layers=0), "adapter": adapter,
             "training": {"seq_len": 128}, "parallelism": {"data_parallel_shard_degree": 16},
         })  # fmt: skip
         faults = [fault.message for fault in broken_rules(config, 16, (rules_layout,))]

@@ -20,6 +20,7 @@ from glm46.config.rules_pipeline import _wanted
 SOUND = """
 [model]
 flavor = "debug"
+[model.shape]
 [training]
 steps = 10
 seq_len = 128
@@ -90,7 +91,8 @@ BAD = {
     "string for boolean": ('[compile]\nenable = "True"',
         ('compile.enable = "True"', "must be a valid boolean", "write true without quotes")),
     "integer for string": (('path = "data/a"', "path = 3"), ("data.sources[0].path = 3", 'write "3" with quotes')),
-    "value for table": ("job = 3", ("model.job", "valid keys are flavor, tokenizer_path")),
+    "value for table": (("[model.shape]", "job = 3\n[model.shape]"),
+        ("model.job", "valid keys are flavor, shape")),
     "table for array of tables": (("[[data.sources]]", "[data.sources]"),
         ('data.sources = {name = "a", path = "data/a"}',
          "write a table [[data.sources]] for each entry, or on the command line --data.sources '[{name = ...}]'")),
@@ -106,7 +108,7 @@ BAD = {
         ('data.sources[0].name = "a b"', "must match pattern '^[A-Za-z0-9_.-]+$'")),
     "missing in an array of tables": (('path = "data/a"', ""), ("data.sources[0].path", "required, but absent")),
     "missing flavor": (('flavor = "debug"', ""), ("model.flavor", "one of GLM-4.6, GLM-4.7, GLM-4.5")),
-    "missing model": (('[model]\nflavor = "debug"', ""),
+    "missing model": (('[model]\nflavor = "debug"\n[model.shape]', ""),
         ("model.flavor", "one of GLM-4.6, GLM-4.7, GLM-4.5")),
     "unknown flavor": (('flavor = "debug"', 'flavor = "glm-4.5-air2"'),
         ('model.flavor = "glm-4.5-air2"', "did you mean 'GLM-4.5-Air'? Presets: GLM-4.6, GLM-4.7, GLM-4.5")),
@@ -169,51 +171,62 @@ BAD = {
     "events among the checkpoints": ('[metrics]\nsave_tb_folder = "checkpoint"',
         ('metrics.save_tb_folder = "checkpoint"', "must not hold checkpoint.folder = ", "name another folder")),
     "window that an export cannot have": ("sliding_window = 64\n[checkpoint]\nlast_save_in_hf = true",
-        ("checkpoint.last_save_in_hf = true", "no model.sliding_window = 64", "set only one of the two")),
+        ("checkpoint.last_save_in_hf = true", "no model.shape.sliding_window = 64", "set only one of the two")),
     "two checkpoints to start from": ('[checkpoint]\nload_path = "a"\ninitial_load_path = "b"',
         ('checkpoint.load_path = "a", checkpoint.initial_load_path = "b"', "both given; ", "remove one of them")),
     "blocks of 8-bit states cut between ranks": (
         'moe_intermediate_size = 96\n[optimizer]\nstate_dtype = "8bit"\n[parallelism]\ntensor_parallel_degree = 2',
         ('optimizer.state_dtype = "8bit"', "parallelism.tensor_parallel_degree = 2 ",
-         "96 columns (model.n_shared_experts * moe_intermediate_size)", "multiples of 64 on each rank",
+         "96 columns (model.shape.n_shared_experts * moe_intermediate_size)", "multiples of 64 on each rank",
          "take 1 for the degree, or another state_dtype")),
     "no shard": ("[parallelism]\ndata_parallel_shard_degree = 0",
         ("parallelism.data_parallel_shard_degree = 0", "must be at least 1, or -1 for all")),
     "latent attention over ranks that do not divide its heads": (
         ('flavor = "debug"', 'flavor = "GLM-4.7-Flash"\n[parallelism]\ntensor_parallel_degree = 8'),
-        ("parallelism.tensor_parallel_degree = 8", "must divide model.num_attention_heads = 20; take 4")),
+        ("parallelism.tensor_parallel_degree = 8", "must divide model.shape.num_attention_heads = 20; take 4")),
     "part of latent attention": ("kv_lora_rank = 64",
-        ("model.q_lora_rank", "is absent, and other keys of latent attention are there", "flavor GLM-4.7-Flash")),
+        ("model.shape.q_lora_rank", "is absent, and other keys of latent attention are there", "flavor GLM-4.7-Flash")),
     "latent attention with heads of two widths": (
-        ('flavor = "debug"', 'flavor = "debug-flash"\nv_head_dim = 32\nqk_rope_head_dim = 32'),
-        ("model.head_dim = 64", "take 80"), ("model.v_head_dim = 32", "take 80")),
+        ('flavor = "debug"\n[model.shape]',
+         'flavor = "debug-flash"\n[model.shape]\nv_head_dim = 32\nqk_rope_head_dim = 32'),
+        ("model.shape.head_dim = 64", "take 80"), ("model.shape.v_head_dim = 32", "take 80")),
     "latent attention that rotates half a pair": (
-        ('flavor = "debug"', 'flavor = "debug-flash"\nqk_nope_head_dim = 49\nqk_rope_head_dim = 15'),
-        ("model.qk_rope_head_dim = 15", "is rotated in pairs; make it even")),
+        ('flavor = "debug"\n[model.shape]',
+         'flavor = "debug-flash"\n[model.shape]\nqk_nope_head_dim = 49\nqk_rope_head_dim = 15'),
+        ("model.shape.qk_rope_head_dim = 15", "is rotated in pairs; make it even")),
     "latent attention with what grouped queries have": (
-        ('flavor = "debug"', 'flavor = "debug-flash"\nuse_qk_norm = true\nattention_bias = true\n'
+        ('flavor = "debug"\n[model.shape]',
+         'flavor = "debug-flash"\n[model.shape]\nuse_qk_norm = true\nattention_bias = true\n'
          "num_key_value_heads = 2\npartial_rotary_factor = 0.5"),
-        ("model.num_key_value_heads = 2", "take 4"), ("model.use_qk_norm = true", "take false"),
-        ("model.attention_bias = true", "not possible with latent attention"),
-        ("model.partial_rotary_factor = 0.5", "take 1.0")),
-    "uneven heads": ("num_attention_heads = 7", ("model.num_attention_heads = 7", "take 6 or 8")),
+        ("model.shape.num_key_value_heads = 2", "take 4"), ("model.shape.use_qk_norm = true", "take false"),
+        ("model.shape.attention_bias = true", "not possible with latent attention"),
+        ("model.shape.partial_rotary_factor = 0.5", "take 1.0")),
+    "uneven heads": ("num_attention_heads = 7", ("model.shape.num_attention_heads = 7", "take 6 or 8")),
     "odd rotation": ("head_dim = 30",
-        ("model.partial_rotary_factor = 0.5", "rotates 15 of model.head_dim = 30 dimensions",
+        ("model.shape.partial_rotary_factor = 0.5", "rotates 15 of model.shape.head_dim = 30 dimensions",
          "must be an even number of at least 2; take 0.5333333333333333")),
     "YaRN without the original length": ('rope_scaling = { rope_type = "yarn", factor = 2.0 }',
-        ("model.rope_scaling.original_max_position_embeddings", 'required for rope_type = "yarn", but absent',
+        ("model.shape.rope_scaling.original_max_position_embeddings", 'required for rope_type = "yarn", but absent',
          "set the length of the previous training")),
-    "more dense layers than layers": ("first_k_dense_replace = 5", ("model.first_k_dense_replace = 5", "lower it")),
+    "key of the shape that is near to one": ("hiden_size = 64",
+        ("model.shape.hiden_size", "did you mean 'hidden_size'?")),
+    "key of the shape out of its range": ("hidden_size = 0",
+        ("model.shape.hidden_size = 0", "must be greater than or equal to 1")),
+    "key of the shape in another section": (("steps = 10", "steps = 10\nrope_theta = 1e4"),
+        ("training.rope_theta", "did you mean 'model.shape.rope_theta'?")),
+    "shape that is no table": (('[model.shape]', 'shape = "GLM-4.6"'), ('model.shape = "GLM-4.6"', "must be a table")),
+    "more dense layers than layers": ("first_k_dense_replace = 5",
+        ("model.shape.first_k_dense_replace = 5", "lower it")),
     "keys that earlier versions had": ("n_group = 1\nnorm_topk_prob = true",
-        ("model.n_group", "unknown key; it has one value in all of GLM's models; remove it"),
-        ("model.norm_topk_prob", "unknown key; it has one value in all of GLM's models; remove it")),
+        ("model.shape.n_group", "unknown key; it has one value in all of GLM's models; remove it"),
+        ("model.shape.norm_topk_prob", "unknown key; it has one value in all of GLM's models; remove it")),
     "Megatron's groups of recomputed layers": (
         ("[training]", '[activation_checkpoint]\nrecompute_method = "uniform"\nrecompute_num_layers = 2\n[training]'),
         ("activation_checkpoint.recompute_method", 'unknown key; Megatron\'s "uniform"', 'write mode = "full"'),
         ("activation_checkpoint.recompute_num_layers", "every_n_layers = n", "for more memory")),
-    "more experts used than there are": ("n_routed_experts = 2", ("model.num_experts_per_tok = 4", "lower it")),
+    "more experts used than there are": ("n_routed_experts = 2", ("model.shape.num_experts_per_tok = 4", "lower it")),
     "expert rows that grouped matmul refuses": ("moe_intermediate_size = 100",
-        ("model.moe_intermediate_size = 100", "take 104")),
+        ("model.shape.moe_intermediate_size = 100", "take 104")),
     "FP8 kernels in float32": (
         ("[training]", '[float8]\nrecipe_name = "rowwise"\n[training]\nmixed_precision_param = "float32"'),
         ('training.mixed_precision_param = "float32"', 'set it to "bfloat16", or float8.emulate = true')),
@@ -224,14 +237,14 @@ BAD = {
     "FP8 filter that matches everything": ('[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["proj"]',
         ('float8.filter_fqns = ["proj"]', "exclude fewer, or remove float8.recipe_name")),
     "widths that FP8 cannot divide": (
-        ('flavor = "debug"',
-         'flavor = "debug"\nmoe_intermediate_size = 104\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
+        ('[model.shape]',
+         '[model.shape]\nmoe_intermediate_size = 104\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
          'experts_recipe_name = "rowwise"'),
         ('float8.recipe_name = "rowwise_with_gw_hp"', 'set float8.filter_fqns = ["gate_proj", "up_proj", "down_proj"]'),
         ('float8.experts_recipe_name = "rowwise"', "remove experts_recipe_name")),
     "widths that blocks of MXFP8 cannot divide": (
-        ('flavor = "debug"',
-         'flavor = "debug"\nmoe_intermediate_size = 112\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
+        ('[model.shape]',
+         '[model.shape]\nmoe_intermediate_size = 112\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
          'experts_recipe_name = "mxfp8"'),
         ('float8.experts_recipe_name = "mxfp8"', "remove experts_recipe_name")),
     "tokens that FP8 cannot divide": (("seq_len = 128", 'seq_len = 130\n[float8]\nrecipe_name = "tensorwise"'),
@@ -246,14 +259,14 @@ BAD = {
     "axis that splits unevenly": ("[parallelism]\nexpert_parallel_degree = 3",
         ("parallelism.expert_parallel_degree = 3", "take 2 or 4")),
     "ranks that share no key heads evenly": (
-        ('flavor = "debug"',
-         'flavor = "debug"\nnum_attention_heads = 12\nnum_key_value_heads = 6\n[parallelism]\n'
+        ('[model.shape]',
+         '[model.shape]\nnum_attention_heads = 12\nnum_key_value_heads = 6\n[parallelism]\n'
          'tensor_parallel_degree = 4'),
-        ("parallelism.tensor_parallel_degree = 4 with model.num_key_value_heads = 6", "take 2")),
+        ("parallelism.tensor_parallel_degree = 4 with model.shape.num_key_value_heads = 6", "take 2")),
     "parts of a key head that are uneven": (
-        ('flavor = "debug"',
-         'flavor = "debug"\nnum_attention_heads = 16\nhead_dim = 36\n[parallelism]\ntensor_parallel_degree = 16'),
-        ("parallelism.tensor_parallel_degree = 16 with model.head_dim = 36", "take 8")),
+        ('[model.shape]',
+         '[model.shape]\nnum_attention_heads = 16\nhead_dim = 36\n[parallelism]\ntensor_parallel_degree = 16'),
+        ("parallelism.tensor_parallel_degree = 16 with model.shape.head_dim = 36", "take 8")),
     "more stages than layers": ("[parallelism]\npipeline_parallel_degree = 8",
         ("parallelism.pipeline_parallel_degree = 8", "lower it")),
     "more stages than layers because of two on each rank": (
@@ -340,6 +353,7 @@ def test_all_faults_come_at_once(tmp_path):
     text = """
         [model]
         flavor = "debug"
+        [model.shape]
         num_attention_heads = 7
         [training]
         seq_len = "long"
@@ -357,7 +371,8 @@ def test_all_faults_come_at_once(tmp_path):
         "run.toml: optimizer.beta3: unknown key; did you mean 'beta2'?",
         "run.toml: training.tokens = 5, training.steps = 5: both given; remove one of them",
         "run.toml: data.sources: no source to train on; add a [[data.sources]] table with name and path",
-        "run.toml: model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2; take 6 or 8",
+        "run.toml: model.shape.num_attention_heads = 7: must be a multiple of model.shape.num_key_value_heads = 2; "
+        "take 6 or 8",
         "run.toml: training.global_batch_size = 7: must be a multiple of 2 (training.local_batch_size = 2 times 1 "
         "data-parallel rank); take 6 or 8",
     ]
@@ -528,11 +543,11 @@ def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_pa
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    ("--model.num_hidden_layers=1000000000", "must be less than or equal to 1024"),
-    ("--model.num_nextn_predict_layers=1000000000", "must be less than or equal to 1024"),
-    ("--model.n_routed_experts=1000000000000", "must be less than or equal to 65536"),
+    ("--model.shape.num_hidden_layers=1000000000", "must be less than or equal to 1024"),
+    ("--model.shape.num_nextn_predict_layers=1000000000", "must be less than or equal to 1024"),
+    ("--model.shape.n_routed_experts=1000000000000", "must be less than or equal to 65536"),
     ("--parallelism.data_parallel_shard_degree=1000000000000", "16 experts of a layer sharded over 1000000000000"),
-    ("--parallelism.expert_parallel_degree=1000000000", "must divide model.n_routed_experts = 16"),
+    ("--parallelism.expert_parallel_degree=1000000000", "must divide model.shape.n_routed_experts = 16"),
     ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
     ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
     ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),

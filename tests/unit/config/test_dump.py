@@ -58,7 +58,7 @@ def runs(draw):
         section = section_of(field)
         if section is not ModelConfig and draw(st.integers(0, 3)) == 0:
             tables[name] = draw(sections(section))
-    tables["model"] = {"flavor": "debug", "hidden_size": draw(st.integers(1, 999))}
+    tables["model"] = {"flavor": "debug", "shape": {"hidden_size": draw(st.integers(1, 999))}}
     names = draw(st.lists(st.sampled_from("abcdef"), unique=True, max_size=3))
     tables.setdefault("data", {})["sources"] = tuple(
         {"name": name, "path": draw(_TEXT.filter(lambda path: path and "://" not in path)), "weight": draw(_NUMBERS)}

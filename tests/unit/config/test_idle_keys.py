@@ -15,7 +15,9 @@ IDLE = {
     "moe.bias_ema_decay = 0.9": ("moe.balance", ""),
     "moe.bias_clamp = 2.0": ("moe.balance", 'moe.balance = "none"'),
     "moe.bias_update_rate = 0.1": ('"sign" or "proportional"', 'moe.balance = "none"'),
-    "mtp.loss_weight = 0.1": ("model.num_nextn_predict_layers above 0", "model.num_nextn_predict_layers = 0"),
+    "mtp.loss_weight = 0.1": (
+        "model.shape.num_nextn_predict_layers above 0", "model.shape.num_nextn_predict_layers = 0"
+    ),
     'parallelism.pipeline_parallel_schedule = "1F1B"': ("parallelism.pipeline_parallel_degree above 1", ""),
     'parallelism.expert_exchange = "all_to_all"': ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.expert_exchange_chunks = 1": ("parallelism.expert_parallel_degree above 1", ""),
@@ -41,10 +43,12 @@ IDLE = {
     "validation.steps = 2": ("validation.enable = true", "validation.enable = false"),
     "inference.temperature = 0.5": ("inference.prompt", ""),
     "inference.max_new_tokens = 5": ("inference.prompt", ""),
-    "model.rope_scaling.beta_fast = 16.0": ('model.rope_scaling.rope_type = "yarn"', "LINEAR"),
-    "model.rope_scaling.original_max_position_embeddings = 128": ('model.rope_scaling.rope_type = "yarn"', "LINEAR"),
+    "model.shape.rope_scaling.beta_fast = 16.0": ('model.shape.rope_scaling.rope_type = "yarn"', "LINEAR"),
+    "model.shape.rope_scaling.original_max_position_embeddings = 128": (
+        'model.shape.rope_scaling.rope_type = "yarn"', "LINEAR"
+    ),
 }  # fmt: skip
-LINEAR = 'model.rope_scaling.rope_type = "linear"\nmodel.rope_scaling.factor = 2.0'
+LINEAR = 'model.shape.rope_scaling.rope_type = "linear"\nmodel.shape.rope_scaling.factor = 2.0'
 SOUND = (
     'model.flavor = "debug"\ntraining.steps = 2\ntraining.seq_len = 16\n[[data.sources]]\nname = "a"\npath = "data/a"\n'
 )
@@ -78,7 +82,7 @@ def test_a_stated_off_is_not_in_vain(tmp_path):
 
 def test_an_exchange_without_expert_parallelism_is_one_fault(tmp_path):
     with pytest.raises(UserError) as refused:
-        load_config(write(tmp_path, 'parallelism.expert_exchange = "deepep"', "model.hidden_size = 264"))
+        load_config(write(tmp_path, 'parallelism.expert_exchange = "deepep"', "model.shape.hidden_size = 264"))
     (said,) = [each for each in refused.value.faults if "expert_exchange" in each]
     assert "has no effect without parallelism.expert_parallel_degree above 1" in said
 
@@ -95,8 +99,8 @@ DEEPEP = [
         '{ mode = "selective", cpu_checkpointing = true }',
         'add "exchange" to activation_checkp',
     ),
-    ("model.hidden_size", "264", "a multiple of 32 bytes, and model.hidden_size is 264; take 272"),
-    ("model.num_experts_per_tok", "33", "at most 32 experts; lower model.num_experts_per_tok"),
+    ("model.shape.hidden_size", "264", "a multiple of 32 bytes, and model.shape.hidden_size is 264; take 272"),
+    ("model.shape.num_experts_per_tok", "33", "at most 32 experts; lower model.shape.num_experts_per_tok"),
 ]
 
 
@@ -155,7 +159,7 @@ def test_the_text_key_of_chats_belongs_to_evaluation_text(tmp_path):
 # Lines of a run, and the message about one of them.
 SELECTIVE, FULL = (f'activation_checkpoint.mode = "{mode}"' for mode in ("selective", "full"))
 ROW, NTH = "training.local_batch_size = 1", "activation_checkpoint.every_n_layers = 9"
-DENSE = "model.first_k_dense_replace = 4", "model.num_nextn_predict_layers = 0"
+DENSE = "model.shape.first_k_dense_replace = 4", "model.shape.num_nextn_predict_layers = 0"
 UNFIT = [
     ((ROW, "parallelism.expert_parallel_degree = 2", "parallelism.expert_exchange_chunks = 2",
       "parallelism.context_parallel_degree = 8", "parallelism.tensor_parallel_degree = 2"),
@@ -171,7 +175,7 @@ UNFIT = [
      r"activation_checkpoint.recompute\[0\].*core_attn.*experts.*exchange"),
     ((*DENSE, "parallelism.expert_parallel_degree = 2"), "expert_parallel_degree = 2: no layer has experts .* take 1"),
     ((*DENSE, SELECTIVE, "activation_checkpoint.recompute = ['experts']"),
-     'recompute = .* no layer has experts with model.first_k_dense_replace = 4; remove "experts"'),
+     'recompute = .* no layer has experts with model.shape.first_k_dense_replace = 4; remove "experts"'),
 ]  # fmt: skip
 
 

@@ -84,9 +84,9 @@ def test_whole_array_can_be_overridden(file):
 
 
 def test_missing_tables_are_made(file):
-    overrides = ["--model.rope_scaling.rope_type", "yarn", "--model.rope_scaling.factor", "2"]
-    overrides += ["--model.rope_scaling.original_max_position_embeddings", "1024"]
-    assert load_config(file, overrides).model.rope_scaling.factor == 2.0
+    overrides = ["--model.shape.rope_scaling.rope_type", "yarn", "--model.shape.rope_scaling.factor", "2"]
+    overrides += ["--model.shape.rope_scaling.original_max_position_embeddings", "1024"]
+    assert load_config(file, overrides).model.shape.rope_scaling.factor == 2.0
 
 
 def test_nothing_behind_the_equals_sign_takes_the_key_out_of_the_file(file):

@@ -8,6 +8,7 @@ from glm46.config.loader import load_config
 SOUND = """
 [model]
 flavor = "debug"
+[model.shape]
 num_nextn_predict_layers = 0
 [data]
 document_mask = true
@@ -93,7 +94,10 @@ BAD = {
     "part of the start": (
         (START, START + '\ninitial_load_exclude = ["lm_head*"]'), ["initial_load_exclude", "remove checkpoint.initial"],
     ),
-    "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1", "must be 0", "set it to 0"]),
+    "MTP": (
+        ("num_nextn_predict_layers = 0", ""),
+        ["model.shape.num_nextn_predict_layers = 1", "must be 0", "set it to 0"],
+    ),
     "adapters of another run": (
         ("[training]", LORA + "initial_load_path = 'peft'\n[training]"),
         ['adapter.initial_load_path = "peft"', "convert merge"],

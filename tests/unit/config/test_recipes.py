@@ -53,7 +53,7 @@ TABLE = re.findall(
     re.M,
 )
 PAIRS = (
-    "--finetune.preference.loss_type", "sigmoid", "--model.num_nextn_predict_layers", "0", "--data.sources",
+    "--finetune.preference.loss_type", "sigmoid", "--model.shape.num_nextn_predict_layers", "0", "--data.sources",
     '[{ name = "p", path = "p", packing = "best_fit", '
     'recipe = { input = ["p"], format = "preference", max_tokens = 2048 } }]',
 )  # fmt: skip

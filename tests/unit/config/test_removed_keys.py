@@ -1,4 +1,5 @@
-"""Keys that earlier versions had: a TOML file with one gets one message, and a stored config is read without it."""
+"""Keys that earlier versions had, here or elsewhere: a TOML file with one gets one message, and a stored config is read
+without it, or with it in its new place."""
 
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import tomli_w
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config, stored_config
+from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Removed, Section
 from glm46.config.validation import section_of
@@ -84,3 +86,33 @@ def test_a_stored_config_with_a_removed_key_is_read_without_it(place):
     value = KEYS[place].value
     stored = with_key(place, {} if value is ... else value)
     assert stored_config(tomli_w.dumps(stored)) == without
+
+
+MOVED = {
+    "hidden_size": 64,
+    "num_attention_heads": 7,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}
+
+
+def test_a_file_with_keys_of_the_shape_in_their_old_place_gets_one_message_for_each(tmp_path):
+    root = tomli.loads(BASE)
+    root["model"] |= MOVED
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(root))
+    with pytest.raises(UserError) as caught:
+        load_config(file, ["--model.vocab_size", "100"])
+    keys = (*MOVED, "vocab_size")
+    messages = [fault for fault in caught.value.faults if any(key in fault for key in keys)]
+    expected = [f"{file}: model.{key}: was moved; write it as model.shape.{key}" for key in MOVED]
+    assert messages == [*expected, "command line: model.vocab_size: was moved; write it as model.shape.vocab_size"]
+
+
+def test_a_stored_config_with_keys_of_the_shape_in_their_old_place_is_read():
+    now = tomli.loads(BASE)
+    now["model"]["shape"] = MOVED
+    before = tomli.loads(BASE)
+    before["model"] |= MOVED
+    config = stored_config(tomli_w.dumps(before))
+    assert config == stored_config(tomli_w.dumps(now))
+    assert resolve_shape(config.model).rope_scaling.factor == 2.0

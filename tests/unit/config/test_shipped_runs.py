@@ -36,7 +36,7 @@ STAGES = LENGTHS | {"data.stages"}
 MESH = {"parallelism.context_parallel_degree", "parallelism.data_parallel_shard_degree"}
 ALLOWED = {
     ("glm45_paper_phase1", "glm45_paper_phase2"): ALWAYS,
-    ("glm45_paper_phase2", "glm45_paper_phase3"): ALWAYS | STAGES | MESH | {"model.rope_theta", "checkpoint.interval"},
+    ("glm45_paper_phase2", "glm45_paper_phase3"): ALWAYS | STAGES | MESH | {"model.shape", "checkpoint.interval"},
     ("glm46_phase1", "glm46_phase2"): ALWAYS | LENGTHS | {"checkpoint.interval"},
     ("glm46_phase2", "glm46_phase3"):
         ALWAYS | STAGES | MESH | {"parallelism.pipeline_parallel_degree", "checkpoint.interval"},
@@ -138,7 +138,7 @@ def test_recipe_has_the_papers_numbers():
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION) == 0.0
         assert schedule_value(config.mtp.loss_weight, 15 * TRILLION - 1) == 0.3
         assert schedule_value(config.mtp.loss_weight, 15 * TRILLION) == 0.1
-    assert [phase(name).model.rope_theta for name in names] == [1e4, 1e4, 1e6]
+    assert [phase(name).model.shape.rope_theta for name in names] == [1e4, 1e4, 1e6]
     (long, at_32k), (longest, at_128k) = lengths(names[2])
     assert [lengths(name)[0][1] for name in names[:2]] == [4096, 4096] and (at_32k, at_128k) == (32768, 131072)
     # A stage ends with a whole sample.

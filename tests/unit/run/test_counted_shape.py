@@ -36,9 +36,9 @@ def test_changes_and_json():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"flavor": "GLM-4.8"}, r"model.flavor = \"GLM-4.8\": no such preset; did you mean 'GLM-4.[567]'"),
-    ({"flavor": "15B", "num_hidden_layer": 3}, "model.num_hidden_layer: unknown key; did you mean 'num_hidden_"),
-    ({"flavor": "15B", "head_dim": "64"}, 'model.head_dim = "64"'),
-    ({"flavor": "15B", "num_attention_heads": 33}, "model.num_attention_heads = 33: must be a multiple of"),
+    ({"flavor": "15B", "num_hidden_layer": 3}, "model.shape.num_hidden_layer: unknown key; did you mean 'num_hidden_"),
+    ({"flavor": "15B", "head_dim": "64"}, 'model.shape.head_dim = "64"'),
+    ({"flavor": "15B", "num_attention_heads": 33}, "model.shape.num_attention_heads = 33: must be a multiple of"),
 ])  # fmt: skip
 def test_faults_have_the_messages_of_a_file(arguments, message):
     with pytest.raises(UserError, match=message):

@@ -32,17 +32,18 @@ from glm46.storage.huggingface.import_weights import FolderReader, encode_nf4, i
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme, quantised_names
+from tests.small_run import model_table
 from tests.unit.compute.model.test_adapters import randomise_adapters
 from tests.unit.storage.huggingface.test_hf_fp8 import rewrite, stored_in
 
 SCHEMES = FP8_SCHEMES | {"int4": Int4(), "int4-32": Int4(32)}
 # Keys and values are narrower than a block, so attention's first three matrices are not in FP8.
 SHAPE = resolve_shape(
-    ModelConfig(
+    ModelConfig(**model_table(
         flavor="debug", vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=256,
         moe_intermediate_size=128, n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, head_dim=64,
         num_key_value_heads=1, num_nextn_predict_layers=0,
-    )
+    ))
 )  # fmt: skip
 
 

@@ -235,7 +235,7 @@ def test_gpu_kernels_of_the_experts_follow_the_recipe_in_tritons_interpreter():
 
 
 def test_the_list_of_linear_layers_is_the_model():
-    shape = resolve_shape(ModelConfig(flavor="debug", num_nextn_predict_layers=2))
+    shape = resolve_shape(ModelConfig(flavor="debug", shape={"num_nextn_predict_layers": 2}))
     with torch.device("meta"):
         model = Transformer(shape)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}

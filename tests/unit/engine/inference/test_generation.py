@@ -34,6 +34,7 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from tests.small_run import model_table
 from tests.unit.storage.huggingface.adapters import adapters
 
 TABLE = dict(
@@ -49,7 +50,7 @@ PROMPTS = [[5, 1, 4, 1, 3], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3]]
 
 def random_model(**changes):
     torch.manual_seed(1)
-    model = Transformer(resolve_shape(ModelConfig.model_validate(TABLE | changes)))
+    model = Transformer(resolve_shape(ModelConfig(**model_table(**TABLE | changes))))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
     return model.eval()
@@ -60,7 +61,7 @@ def predictable(request):
     """A model trained to count in steps of one and two, so that its drafts are often accepted."""
     torch.manual_seed(0)
     changes = dict(vocab_size=24, num_hidden_layers=2, num_nextn_predict_layers=2)
-    model = Transformer(resolve_shape(ModelConfig.model_validate(TABLE | request.param | changes)))
+    model = Transformer(resolve_shape(ModelConfig(**model_table(**TABLE | request.param | changes))))
     for name, parameter in model.named_parameters():
         torch.nn.init.constant_(parameter, 1.0) if name.endswith("norm.weight") else torch.nn.init.normal_(
             parameter, 0, 0.1
@@ -147,7 +148,9 @@ def test_latents_in_a_cache_give_the_keys_of_the_whole_sequence(length):
 
 
 def test_a_cached_token_of_flash_takes_1152_bytes_in_each_layer():
-    shape = resolve_shape(ModelConfig(flavor="GLM-4.7-Flash", num_hidden_layers=2, first_k_dense_replace=2))
+    shape = resolve_shape(
+        ModelConfig(**model_table(flavor="GLM-4.7-Flash", num_hidden_layers=2, first_k_dense_replace=2))
+    )
     with torch.device("meta"):
         model = Transformer(shape).to(torch.bfloat16)
     assert Decoder(model, batch=3, max_length=10).cache_bytes == 3 * 10 * 2 * 1152
@@ -400,7 +403,7 @@ def folders(tmp_path_factory):
     folder, model, tokenizer = tmp_path_factory.mktemp("models"), random_model(), load_tokenizer("builtin")
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    meta = {"config": dump_config(RunConfig(model=ModelConfig.model_validate(TABLE)))}
+    meta = {"config": dump_config(RunConfig(model=ModelConfig(**model_table(**TABLE))))}
     CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
     config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     files = files_beside_weights(tokenizer, max_length=64)

@@ -12,6 +12,7 @@ from glm46.engine.inference import scoring
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.scoring import ContinuationRequest, score
+from tests.small_run import model_table
 
 TABLE = dict(
     flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
@@ -22,7 +23,7 @@ TABLE = dict(
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(1)
-    model = Transformer(resolve_shape(ModelConfig.model_validate(TABLE)))
+    model = Transformer(resolve_shape(ModelConfig(**model_table(**TABLE))))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
     return model.eval()

@@ -24,6 +24,7 @@ dump_folder = "run"
 [model]
 flavor = "debug"
 tokenizer_path = "bytes.tiktoken"
+[model.shape]
 vocab_size = 320
 num_hidden_layers = 2
 hidden_size = 16

@@ -67,7 +67,7 @@ def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
     with pytest.raises(UserError) as error:
         train(other)
     assert len(error.value.faults) == 2
-    assert "hidden_size = 32, but the config has model.hidden_size = 64" in str(error.value)
+    assert "hidden_size = 32, but the config has model.shape.hidden_size = 64" in str(error.value)
     # Another model: three keys and the number of the others.
     wide = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 40, "n_routed_experts": 2}
     step = str(tmp_path / "out/checkpoint/step-000001")

@@ -325,7 +325,7 @@ def test_what_cannot_be_continued_is_refused_with_its_key(make_config, tmp_path)
     assert "not a step folder; " in (text := refusal(folder)) and f"such as {step}" in text
     assert "no such folder; give one such as" in refusal(tmp_path / "nowhere")
     wider = refusal(step, model={"moe_intermediate_size": 24})
-    assert "model.moe_intermediate_size = 24: " in wider and "saved with 16; restore it, or" in wider
+    assert "model.shape.moe_intermediate_size = 24: " in wider and "saved with 16; restore it, or" in wider
     assert "initial_load_path" in wider
     assert "optimizer.name = " in refusal(step, optimizer={"name": "Muon", "lr": 0.5})
     assert "debug.seed = 1: " in refusal(step, debug={"seed": 1})
@@ -468,7 +468,7 @@ def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_co
         (fault,) = refusal()
         assert fault.startswith("data.sources: the shards hold other text than before")
     for tables, key, value, saved in (
-        ({"model": {"moe_intermediate_size": 24}}, "model.moe_intermediate_size", 24, 16),
+        ({"model": {"moe_intermediate_size": 24}}, "model.shape.moe_intermediate_size", 24, 16),
         ({"optimizer": {"name": "Muon", "lr": 0.5}}, "optimizer.name", '"Muon"', '"AdamW"'),
         ({"optimizer": {"state_dtype": "bfloat16"}}, "optimizer.state_dtype", '"bfloat16"', '"float32"'),
         ({"moe": {"balance": "proportional"}}, "moe.balance", '"proportional"', '"sign"'),

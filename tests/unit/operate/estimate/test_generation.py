@@ -65,7 +65,7 @@ def planned(recipe: str, world_size: int, *overrides: str, gpu_bytes: int = 0, *
 )
 def test_published_engines_of_deepseek_v3_decode_about_as_fast(gpu, published):
     """Neither page states the rows of a GPU: with 128 to 256 the prediction is within 30 %."""
-    shape = [f"--model.{each}" for each in DEEPSEEK_V3]
+    shape = [f"--model.shape.{each}" for each in DEEPSEEK_V3]
     config = flash_config(*shape, *SERVED, "--rollout.expert_parallel_degree=", "--rollout.weights_dtype=fp8-block",
                           "--parallelism.data_parallel_shard_degree=32")  # fmt: skip
     engine = DecodingEngine(resolve_plan(config, 64), cluster_of(gpu, 64), Layout(1, 1, 64, 1, 1, 64), is_server=True)

@@ -51,7 +51,7 @@ def test_a_reference_and_a_reward_model_are_as_large_as_the_policy():
 
 
 def test_the_reference_of_a_preference_is_planned_as_frozen_weights():
-    config = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "finetune": {"preference": {}}}
+    config = {"model": {"flavor": "debug", "shape": {"num_nextn_predict_layers": 0}}, "finetune": {"preference": {}}}
     plans = [plan_memory(_run(**config | {"finetune": table}), 2) for table in ({}, config["finetune"])]
     alone, with_reference = plans
     # FP32 masters, and once more in BF16; the selection biases are FP32 in both.

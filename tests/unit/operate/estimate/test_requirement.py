@@ -96,7 +96,10 @@ def test_attention_kernels_of_a_package_need_a_gpu():
 
 @pytest.mark.parametrize("base_dtype", BASE_FORMATS)
 def test_a_quantised_base_that_this_torch_cannot_shard_is_named(base_dtype, monkeypatch):
-    sections = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "adapter": {"base_dtype": base_dtype}}
+    sections = {
+        "model": {"flavor": "debug", "shape": {"num_nextn_predict_layers": 0}},
+        "adapter": {"base_dtype": base_dtype},
+    }
     config = RunConfig.model_validate(sections | {"training": {"seq_len": 4096, "steps": 10}})
     for torch, fits in (("2.11.0+cu130", False), ("2.13.0", True)):
         monkeypatch.setattr(requirement.metadata, "version", {"torch": torch}.__getitem__)

@@ -169,11 +169,9 @@ def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, t
     with pytest.raises(UserError) as refusal:
         start(**wider)
     (fault,) = refusal.value.faults
-    saved = (
-        f"model.hidden_size = {wider['hidden_size']}: {step} was saved with {shape.hidden_size}; restore it, or exclude"
-    )
+    saved = f"model.shape.hidden_size = {wider['hidden_size']}: {step} was saved with {shape.hidden_size}; restore it"
     assert fault.startswith(saved), fault
-    with pytest.raises(UserError, match="model.num_hidden_layers = .* was saved with"):
+    with pytest.raises(UserError, match="model.shape.num_hidden_layers = .* was saved with"):
         start(num_hidden_layers=shape.num_hidden_layers + 1)
     start()
     start({"initial_load_exclude": ["model.*"]}, **wider)
@@ -181,8 +179,8 @@ def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, t
 
 
 @pytest.mark.parametrize(("stated", "is_refused"), [
-    ((), False), (("--model.hidden_size=128",), True), (("--model.num_nextn_predict_layers=0",), False),
-    (("--model.hidden_size=128", '--checkpoint.initial_load_exclude=["model.*"]'), True),
+    ((), False), (("--model.shape.hidden_size=128",), True), (("--model.shape.num_nextn_predict_layers=0",), False),
+    (("--model.shape.hidden_size=128", '--checkpoint.initial_load_exclude=["model.*"]'), True),
 ])  # fmt: skip
 def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_refused, tmp_path):
     """Nothing of it can be excluded; its prediction layers are not read."""

@@ -69,7 +69,7 @@ def commands(lines: list[str]) -> list[str]:
 
 def test_engine_of_32_gpus_has_the_flags_of_the_source(lines):
     found = commands(
-        lines("--gpus-per-engine", "32", "--rollout.kind", "sglang", "--model.num_nextn_predict_layers", "1")
+        lines("--gpus-per-engine", "32", "--rollout.kind", "sglang", "--model.shape.num_nextn_predict_layers", "1")
     )
     assert len(found) == 4
     for node, line in enumerate(found):
@@ -169,7 +169,7 @@ def lines_here(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("words", [(), ("--model.hidden_size", "2048", "--rollout.max_new_tokens", "100000")])
+@pytest.mark.parametrize("words", [(), ("--model.shape.hidden_size", "2048", "--rollout.max_new_tokens", "100000")])
 def test_a_machine_without_gpus_has_commands_for_its_cpu(capsys, monkeypatch, words):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(rl_servers, "detect_machine", lambda _: Machine(2, 2**40, 2**40))
@@ -177,7 +177,7 @@ def test_a_machine_without_gpus_has_commands_for_its_cpu(capsys, monkeypatch, wo
     with pytest.raises(UserError, match=r"GLM46_VLLM_PYTHON: not set.*install_cpu.sh.*--gpu"):
         lines_here(capsys)
     monkeypatch.setenv("GLM46_VLLM_PYTHON", "/envs/vllm/bin/python")
-    long = ["--training.seq_len", "131072", "--model.max_position_embeddings", "131072"] if words else []
+    long = ["--training.seq_len", "131072", "--model.shape.max_position_embeddings", "131072"] if words else []
     printed = lines_here(capsys, *words, *long)
     found = [shlex.split(line) for line in printed if "serve_cpu" in line]
     start = ["GLM46_VLLM_PYTHON=/envs/vllm/bin/python", str(ROOT / "deploy/vllm/serve_cpu.sh"), "a b"]

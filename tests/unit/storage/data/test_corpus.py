@@ -11,6 +11,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.data import corpus
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text, plan_sources
 from glm46.storage.data.manifest import Split, load_manifest
+from tests.small_run import with_shape
 
 
 def test_budget_in_steps_follows_the_ramp(make_config):
@@ -85,11 +86,13 @@ def test_another_tokenizer_and_no_held_out_documents_are_refused(make_config, so
 
 def test_a_small_vocabulary_and_a_missing_source_are_reported_together(make_config, tmp_path):
     config = make_config(data={"sources": [{"name": "none", "path": str(tmp_path / "none")}]})
-    config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 8191})})
+    config = with_shape(config, vocab_size=8191)
     with pytest.raises(UserError) as caught:
         load_text(resolve_plan(config))
     assert len(caught.value.faults) == 2
-    assert caught.value.faults[0].startswith("model.vocab_size = 8191: the tokenizer 'builtin' has ids up to 8191;")
+    assert caught.value.faults[0].startswith(
+        "model.shape.vocab_size = 8191: the tokenizer 'builtin' has ids up to 8191;"
+    )
 
 
 def test_a_continuation_beyond_the_positions_is_refused_before_training(make_config, tokenizer):

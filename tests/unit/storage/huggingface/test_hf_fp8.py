@@ -21,13 +21,14 @@ from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
 from glm46.storage.huggingface.schemes import FP8_SCHEMES as SCHEMES
+from tests.small_run import model_table
 from tests.step_tensors import step_tensors
 
 # Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.
-TABLE = ModelConfig(
+TABLE = ModelConfig(**model_table(
     flavor="debug", vocab_size=8192, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
     moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=32,
-)  # fmt: skip
+))  # fmt: skip
 ODD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "layers.0.mlp.gate_proj.weight")
 ODD += ("layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight")
 

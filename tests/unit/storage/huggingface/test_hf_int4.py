@@ -20,13 +20,14 @@ from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
+from tests.small_run import model_table
 
 INT4 = Int4()
-TABLE = ModelConfig(
+TABLE = ModelConfig(**model_table(
     flavor="debug", vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=384,
     moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=3, head_dim=32,
     num_key_value_heads=1,
-)  # fmt: skip
+))  # fmt: skip
 SHAPE = resolve_shape(TABLE)
 UNFIT = ("o_proj.weight",)  # 96 columns are no groups of 128
 
@@ -189,9 +190,7 @@ def test_damaged_folders_are_refused(kind, words, tensors, tmp_path):
 
 
 def test_a_model_without_groups_is_refused():
-    shape = resolve_shape(
-        TABLE.model_copy(update={"hidden_size": 96, "intermediate_size": 96, "moe_intermediate_size": 96})
-    )
+    shape = SHAPE.model_copy(update={"hidden_size": 96, "intermediate_size": 96, "moe_intermediate_size": 96})
     assert prod((shape.num_attention_heads, shape.head_dim)) == 96
     with pytest.raises(UserError, match="--dtype int4.*128"):
         config_of_scheme(INT4, HFNames(shape, repeat_shared=False))

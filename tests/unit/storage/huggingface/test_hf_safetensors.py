@@ -224,7 +224,7 @@ def test_a_run_may_have_fewer_prediction_layers_than_the_folder(tmp_path):
     assert not any(t.isnan().any() for t in tensors.values())
     more = shape.model_copy(update=dict(num_nextn_predict_layers=2))
     with pytest.raises(
-        UserError, match="num_nextn_predict_layers = 1, but .* model.num_nextn_predict_layers = 2; set it"
+        UserError, match="num_nextn_predict_layers = 1, but .* model.shape.num_nextn_predict_layers = 2; set it"
     ):
         import_weights(tmp_path / "in", more, {})
 

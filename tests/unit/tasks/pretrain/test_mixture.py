@@ -16,11 +16,11 @@ from tests.small_run import call_here
 
 EXAMPLE = Path(__file__).parents[4] / "train_configs" / "data_example.toml"
 TINY = {
-    "model.num_hidden_layers": 2, "model.hidden_size": 32, "model.intermediate_size": 48,
-    "model.moe_intermediate_size": 16, "model.n_routed_experts": 4, "model.num_experts_per_tok": 2,
-    "model.num_attention_heads": 2, "model.num_key_value_heads": 1, "model.head_dim": 16, "training.seq_len": 64,
-    "optimizer.name": "AdamW", "training.steps": 4, "training.global_batch_size": 4, "validation.freq": 4,
-    "validation.steps": 2, "data.stages[1].start_tokens": 512,
+    "model.shape.num_hidden_layers": 2, "model.shape.hidden_size": 32, "model.shape.intermediate_size": 48,
+    "model.shape.moe_intermediate_size": 16, "model.shape.n_routed_experts": 4, "model.shape.num_experts_per_tok": 2,
+    "model.shape.num_attention_heads": 2, "model.shape.num_key_value_heads": 1, "model.shape.head_dim": 16,
+    "training.seq_len": 64, "optimizer.name": "AdamW", "training.steps": 4, "training.global_batch_size": 4,
+    "validation.freq": 4, "validation.steps": 2, "data.stages[1].start_tokens": 512,
 }  # fmt: skip
 
 

@@ -174,4 +174,4 @@ def test_the_last_stage_decides_if_hugging_face_knows_the_model(make_run, tokens
     faults = check_config(make_run("x", tokens, attention, checkpoint={"last_save_in_hf": True}), world_size=1)
     assert len(faults) == (key is not None) and all(key in fault for fault in faults), faults
     inherited = make_run("x", tokens, [{}] * 3, checkpoint={"last_save_in_hf": True}, model={"sliding_window": 9})
-    assert "model.sliding_window = 9" in check_config(inherited, world_size=1)[0]
+    assert "model.shape.sliding_window = 9" in check_config(inherited, world_size=1)[0]

@@ -17,7 +17,7 @@ from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of, pack, spread
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
 from glm46.tasks.rl.samples import to_samples
-from tests.small_run import TINY
+from tests.small_run import TINY, model_table
 from tests.unit.tasks.rl.samples import network, output
 
 LENGTH, VOCABULARY = 64, 40
@@ -26,7 +26,9 @@ LENGTH, VOCABULARY = 64, 40
 @pytest.fixture(scope="module")
 def model():
     torch.set_num_threads(1)
-    made = Transformer(resolve_shape(ModelConfig(**TINY, vocab_size=VOCABULARY, num_nextn_predict_layers=0)))
+    made = Transformer(
+        resolve_shape(ModelConfig(**model_table(**TINY, vocab_size=VOCABULARY, num_nextn_predict_layers=0)))
+    )
     with torch.no_grad():
         for name, tensor in made.state_dict().items():
             places = [torch.arange(size) for size in tensor.shape]

@@ -55,7 +55,7 @@ RAMP = [[0, 1.2], [64, 4.0]]
 _SIZE = "a size of tensors: another value is refused by every reader of weights"
 _TRAINS = "acts on the update, not on what the weights compute"
 KEYS = {
-    "model": {
+    "model.shape": {
         "vocab_size": _SIZE, "hidden_size": _SIZE, "num_hidden_layers": _SIZE, "intermediate_size": _SIZE,
         "moe_intermediate_size": _SIZE, "n_routed_experts": _SIZE, "n_shared_experts": _SIZE, "head_dim": _SIZE,
         "num_attention_heads": _SIZE, "num_nextn_predict_layers": _SIZE, "q_lora_rank": _SIZE, "kv_lora_rank": _SIZE,
@@ -67,7 +67,7 @@ KEYS = {
         "initializer_range": "the initial weights, which are then stored",
         "max_position_embeddings": "a bound of lengths; no product reads it",
     },
-    "model.rope_scaling": {
+    "model.shape.rope_scaling": {
         "rope_type": {"rope_type": "linear", "factor": 2.0}, "factor": YARN | {"factor": 8.0},
         "original_max_position_embeddings": YARN | {"original_max_position_embeddings": 16},
         "beta_fast": YARN | {"beta_fast": 2.0}, "beta_slow": YARN | {"beta_slow": 0.01},
@@ -88,7 +88,7 @@ KEYS = {
 }  # fmt: skip
 """The other value of a key that changes the function, or the reason (a sentence) why a key does not."""
 SECTIONS = {
-    "model": ModelShape, "model.rope_scaling": RopeScalingConfig, "moe": MoEConfig, "mtp": MTPConfig,
+    "model.shape": ModelShape, "model.shape.rope_scaling": RopeScalingConfig, "moe": MoEConfig, "mtp": MTPConfig,
     "adapter": AdapterConfig,
 }  # fmt: skip
 
@@ -269,8 +269,9 @@ def compare(found: SimpleNamespace) -> None:
     "section, key, value", [one for one in CHANGES if one[0] != "adapter"], ids=lambda value: str(value)[:32]
 )
 def test_all_consumers_compute_what_a_key_says(consumers, section, key, value, tmp_path):
-    model = {"rope_scaling": value} if section == "model.rope_scaling" else {key: value} if section == "model" else {}
-    before = {"rope_scaling": YARN} if section == "model.rope_scaling" else {}
+    changes = {"model.shape": {key: value}, "model.shape.rope_scaling": {"rope_scaling": value}}
+    model = changes.get(section, {})
+    before = {"rope_scaling": YARN} if section == "model.shape.rope_scaling" else {}
     found = consumers("new", model, {key: value} if section == "moe" else {}, None)
     old = consumers("old", before, {}, None)
     assert (found.plain - old.plain).abs().max() > 3e-3, "the key changes the function"
@@ -383,11 +384,11 @@ def test_a_checkpoint_of_another_function_is_refused(other):
     config = '[model]\nflavor = "debug"\n'
     shape = function_of_meta({"config": config}).shape.model_dump() | {"n_group": 1}
     (key, value), *_ = other.items()
-    with pytest.raises(UserError, match=f"model.{key} = {value} of the checkpoint: this version computes the model"):
+    with pytest.raises(UserError, match=f"model.shape.{key} = {value} of the checkpoint: this version"):
         function_of_meta({"config": config, "shape": shape | other})
     stated = f"{config}n_group = 1\nnorm_topk_prob = true\n"  # of an import by an earlier version
     assert function_of_meta({"config": stated}) == function_of_meta({"config": config})
-    with pytest.raises(UserError, match=f"model.{key} = {value} of the checkpoint"):
+    with pytest.raises(UserError, match=f"model.shape.{key} = {value} of the checkpoint"):
         function_of_meta({"config": f"{config}{key} = {json.dumps(value)}\n"})
 
 

@@ -11,13 +11,15 @@ from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.tasks.rl.engines import changed
 from glm46.tasks.rl.rollout.server_state import _TOLERANCES
+from tests.small_run import model_table
 
 PROBE = torch.randint(0, 1000, (4, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    shape = resolve_shape(ModelConfig(flavor="debug", num_hidden_layers=2, num_nextn_predict_layers=0, vocab_size=1000))
+    table = model_table(flavor="debug", num_hidden_layers=2, num_nextn_predict_layers=0, vocab_size=1000)
+    shape = resolve_shape(ModelConfig(**table))
     made = Transformer(shape).eval()
     with torch.no_grad():
         for name, tensor in made.state_dict().items():
