@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from glm46.compute.optim.muon_with_adamw import MuonWithAdamW as MuonWithAdamW
     from glm46.operate.models.local_model import load as load
+    from glm46.operate.models.muon_with_adamw import MuonWithAdamW as MuonWithAdamW
     from glm46.run.counted_shape import model_shape as model_shape
 
 _HOMES = {
-    "MuonWithAdamW": "glm46.compute.optim.muon_with_adamw",
+    "MuonWithAdamW": "glm46.operate.models.muon_with_adamw",
     "load": "glm46.operate.models.local_model",
     "model_shape": "glm46.run.counted_shape",
 }

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
@@ -38,6 +39,13 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     options = group._get_backend(torch.device("cpu")).options
     return None if options is None else options._timeout
 
+
+flatten_tree = _pytree.tree_flatten
+"""Return the leaves of nested dicts, lists and tuples, and their structure. Torch has no public name for it."""
+unflatten_tree = _pytree.tree_unflatten
+"""Invert `flatten_tree`."""
+map_tree = _pytree.tree_map
+"""Call a function with each leaf, and return the results in the same structure."""
 
 StridedShard = _StridedShard
 """Placement of a dimension that both FSDP2 and tensor parallelism shard. It is private, and in torch 2.13 no longer a

@@ -215,8 +215,8 @@ def train_adapters(config: RunConfig) -> Result:
             batch = {"input_ids": ids, "labels": ids, "positions": places, "document_ids": torch.zeros_like(ids)}
             began = time.perf_counter()
             outcome = train_step(job, [batch], count_step(job, [batch]), step, 1.0).main
-            loss, ms = outcome.sums["loss"].item() / ids.numel(), (time.perf_counter() - began) * 1e3
-            rows.append({"step": step, "ms": ms, "loss": loss, "grad_norm": outcome.grad_norm})
+            loss, ms = outcome.objective["loss"].item() / ids.numel(), (time.perf_counter() - began) * 1e3
+            rows.append({"step": step, "ms": ms, "loss": loss, "grad_norm": outcome.grad_norm.item()})
         trained = sum(parameter.numel() for parameter in network.parameters.values())
         return {"trained_parameters": trained, "rows": rows}
     finally:

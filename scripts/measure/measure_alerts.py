@@ -57,21 +57,20 @@ def install():
     while name not in sys.modules or not hasattr(sys.modules[name], "train_step"):
         time.sleep(0.1)
     step = sys.modules[name]
-    original = step.to_host
+    original = step._losses_to_host
     if original.__module__ == __name__:  # wrapped before this process was forked
         return
 
-    def to_host(sums):
+    def losses_to_host(sums):
         time.sleep(float(os.environ["GLM46_STEP_SLEEP"]))
         host, kind = original(sums), open(fault).read()
         while kind == "stall":
             time.sleep(1.0)
-        for name in host:
-            if name.endswith("/loss"):
-                host[name] = host[name] * {"": 1.0, "spike": 1.07, "nan": math.nan}[kind]
+        for network_sums in host.values():
+            network_sums.objective["loss"] *= {"": 1.0, "spike": 1.07, "nan": math.nan}[kind]
         return host
 
-    step.to_host = to_host
+    step._losses_to_host = losses_to_host
 
 def begin():
     threading.Thread(target=install, daemon=True).start()

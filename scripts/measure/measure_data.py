@@ -194,8 +194,6 @@ def _reading(work: argparse.Namespace, parent: Path) -> list[Result]:
     for number in np.random.default_rng(1).integers(0, _FAR, _SEEKS).tolist():
         stream.start_sample = number
         seeks.append(1e3 * _timed(lambda: next(iter(stream))))
-    state = build(_SOURCES, _FAR)
-    next(iter(state))
     name = f"loader, {work.batch} x {work.seq_len} tokens"
     return [
         Result(f"{name}, through StatefulDataLoader", statistics.median(rates["with"]) / 1e6, "M tokens/s", 20.0),
@@ -203,7 +201,6 @@ def _reading(work: argparse.Namespace, parent: Path) -> list[Result]:
         Result(f"disk, {_MEAN_DOCUMENT_TOKENS}-token documents", size / work.shard_tokens, "bytes/token", 4.02, True),
         Result(f"seek to a sample and read its batch, {_SOURCES} sources", statistics.median(seeks), "ms", 5.0, True),
         Result("the same, 99th percentile", float(np.quantile(seeks, 0.99)), "ms", 5.0, True),
-        Result("state of the loader, per source", len(json.dumps(state.state_dict())) / _SOURCES, "bytes", 1024, True),
     ]  # fmt: skip
 
 

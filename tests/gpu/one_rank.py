@@ -285,7 +285,7 @@ def trained(job: Job) -> dict[str, Tensor]:
     for step in range(2):
         totals = count_step(job, [make_batch(step)])
         outcome = train_step(job, micro_batches(job, step, 2), totals, step, 1.0).main
-        found |= {f"loss {step}": outcome.sums["loss"].cpu(), f"norm {step}": torch.tensor(outcome.grad_norm)}
+        found |= {f"loss {step}": outcome.objective["loss"], f"norm {step}": outcome.grad_norm}
     for name, parameter in job.network.parameters.items():
         found |= {f"gradient of {name}": whole(parameter.grad).cpu(), name: whole(parameter).cpu()}
     return found

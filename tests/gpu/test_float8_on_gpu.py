@@ -134,7 +134,10 @@ def test_weights_gathered_in_fp8_give_the_step_of_weights_that_are_rounded_after
         totals = count_step(job, [make_batch(0)])
         outcome = train_step(job, micro_batches(job, 0, 2), totals, 0, 1.0).main
         parameters = job.network.parameters
-        results[name] = outcome.sums["loss"].item(), [whole(parameters[of].grad).double().cpu() for of in MATRICES[:2]]
+        results[name] = (
+            outcome.objective["loss"].item(),
+            [whole(parameters[of].grad).double().cpu() for of in MATRICES[:2]],
+        )
     (loss, gradients), (of_rounded, rounded), (of_plain, plain) = results.values()
     assert loss == pytest.approx(of_rounded, rel=1e-3) and loss == pytest.approx(of_plain, rel=1e-2)
     for got, other, want in zip(gradients, rounded, plain, strict=True):

@@ -89,5 +89,5 @@ def trained(process, layout) -> tuple[list, dict]:
     for step in range(layout.steps):
         totals = count_step(job, [make_batch(step)])
         outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0).main
-        figures.append((outcome.sums["loss"].item(), outcome.grad_norm))
+        figures.append((outcome.objective["loss"].item(), outcome.grad_norm.item()))
     return figures, {name: whole(parameter).detach().cpu() for name, parameter in job.network.parameters.items()}

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from glm46.compute.distributed.agreement import awaited, combine_on_host
-from glm46.engine.training.named_sums import spread_over_ranks, sum_on_host
+from glm46.engine.observe.rank_spread import spread_over_ranks
+from glm46.engine.training.rank_sums import sum_on_host
 from tests.processes import wait_until
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 
@@ -34,7 +35,7 @@ def work(rank: int, fault: str, folder: Path) -> int:
     """Agree once with all ranks, and once more while the victim is away."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
-    found = {"sums": {k: x.tolist() for k, x in sum_on_host({"x": torch.tensor([rank, 1])}).items()}}
+    found = {"sums": sum_on_host({"x": [rank, 1]})}
     found["spread"] = spread_over_ranks(values(rank), NAMES)
     if rank == VICTIM:
         if fault == "dead":

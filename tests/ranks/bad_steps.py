@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import glm46.engine.training.step as step_module
 from glm46.engine.training import loop
+from glm46.engine.training import network as network_module
 from glm46.operate.launch.train_rank import train
 from glm46.tasks.pretrain import next_token, task
 from tests.ranks.forked_ranks import in_halves, run_whole
@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def poison(hit) -> None:
     """Put a NaN at a place of the step whenever ``hit(place)``."""
-    loss, norm, build = next_token.next_token_loss, step_module.global_grad_norm, task.build_network
+    loss, norm, build = next_token.next_token_loss, network_module.global_grad_norm, task.build_network
     nan = float("nan")
 
     def poisoned_norm(parameters, *arguments):
@@ -49,7 +49,7 @@ def poison(hit) -> None:
         return network
 
     next_token.next_token_loss = lambda *arguments: loss(*arguments) * (nan if hit("loss") else 1.0)
-    step_module.global_grad_norm, task.build_network = poisoned_norm, poisoned_build
+    network_module.global_grad_norm, task.build_network = poisoned_norm, poisoned_build
 
 
 def work(rank: int, config, out: Path) -> int:

@@ -91,7 +91,11 @@ def measure(names: list[str], truth: dict[str, Tensor]) -> None:
         if process.is_main:
             print(
                 json.dumps(
-                    {"layout": name, "loss": outcome.main.sums["loss"].item(), "gradients": distances(ranks, truth)}
+                    {
+                        "layout": name,
+                        "loss": outcome.main.objective["loss"].item(),
+                        "gradients": distances(ranks, truth),
+                    }
                 )
             )
     leave()

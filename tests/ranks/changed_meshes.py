@@ -72,7 +72,7 @@ def next_steps(job: Job, layout: Layout, first: int, count: int) -> list[float]:
     for step in range(first, first + count):
         totals = count_step(job, [make_batch(step)])
         outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, 0, 1.0)
-        losses.append(outcome.main.sums["loss"].item() / totals.main["targets"])
+        losses.append(outcome.main.objective["loss"].item() / totals.main["targets"])
     return losses
 
 

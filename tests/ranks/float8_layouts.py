@@ -231,7 +231,7 @@ def compare(process: Process, name: str, references: dict[str, tuple]) -> dict:
         by_kind.setdefault(re.sub(r"^\w+\.\d+\.(block\.)?", "", parameter), []).append((error, parameter))
     return {
         "name": name,
-        "loss_error": (relative(outcome.sums["loss"].item(), loss), "of the step"),
+        "loss_error": (relative(outcome.objective["loss"].item(), loss), "of the step"),
         "gradient_error": max(errors),
         "kind_error": max(min(layers) for layers in by_kind.values() if len(layers) > 1),
         "roundings": len(roundings),

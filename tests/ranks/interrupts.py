@@ -26,9 +26,9 @@ from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.storage.checkpoint.write_model import write_model
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.names import HFNames
+from glm46.tasks.weights.write_model import write_model
 from tests.processes import HANG_SECONDS, free_port, is_alive, wait_until
 from tests.small_run import model_table, small_config, write_source
 

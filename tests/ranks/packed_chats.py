@@ -121,7 +121,7 @@ def compare_some(names: list[str], expected: tuple[float, dict, dict[str, Tensor
         here = squares({name: held(p.grad) for name, p in job.network.parameters.items()}, gradients)
         torch.distributed.all_gather_object(ranks, here)
         row = {"name": name, "targets_equal": all(counted.main[key] == totals[key] for key in totals)}
-        row["loss_error"] = abs(outcome.sums["loss"].item() - loss) / loss, "summed loss"
+        row["loss_error"] = abs(outcome.objective["loss"].item() - loss) / loss, "summed loss"
         row["gradient_error"] = max(gradient_errors(ranks, gradients))
         if process.is_main:
             print(json.dumps(row), flush=True)

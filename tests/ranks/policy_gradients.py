@@ -24,10 +24,9 @@ from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.presets import resolve_shape
 from glm46.config.rl import RLConfig
-from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import build_network
-from glm46.engine.training.step import _local_sums, compute_gradients
-from glm46.engine.training.totals import count_step, from_tensors, to_tensors
+from glm46.engine.training.rank_sums import sum_on_host, sum_over_all_ranks
+from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss
 from tests.ranks.forked_ranks import run_cases
@@ -179,13 +178,11 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
         batches = share_of(rows, plan, cluster, layout.micro_batches)
         objectives = objectives_of(networks, rl)
         task = SimpleNamespace(plan=plan, cluster=cluster, networks=networks, objectives=objectives)
-        own = count_step(task, batches)
-        counts = {key: n // plan.layout.non_dp_degree for key, n in sum_over_all_ranks(to_tensors(own)).items()}
-        totals = from_tensors(counts, own)
+        totals = sum_on_host(count_step(task, batches)).divided_by(plan.layout.non_dp_degree)
         for of, objective in objectives.items():
             network = networks[of]
-            outputs = compute_gradients(network, objective, batches, totals, totals.objective_counts[of], 0)
-            sums = sum_over_all_ranks(_local_sums(network, objective, outputs, batches))
+            local_sums = network.compute(objective, batches, totals.objective_counts[of], totals.real, 0)
+            sums = sum_over_all_ranks(local_sums.objective)
             gradients = {key: held(p.grad) for key, p in network.parameters.items()}
             found[f"{name}/{of}"] = objective.metrics(sums, totals.objective_counts[of], 0), gradients
     return found

@@ -279,9 +279,9 @@ def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | No
     outcome = train_step(task, micro_batches, totals, 0, 1.0).main
     if plan.config.head == "value":  # as RL reads them
         by_rewards = -F.logsigmoid(rewards.view(-1, 2) @ torch.tensor([1.0, -1.0])).mean().item()
-        assert relative(by_rewards, outcome.sums["loss"].item() / totals.main["targets"]) < 2e-6, by_rewards
+        assert relative(by_rewards, outcome.objective["loss"].item() / totals.main["targets"]) < 2e-6, by_rewards
     gradients = {name: held(p.grad) for name, p in policy.parameters.items()}
-    return learner.objectives["model"].metrics(outcome.sums, totals.main, 0), gradients
+    return learner.objectives["model"].metrics(outcome.objective, totals.main, 0), gradients
 
 
 def compare(name: str, found: tuple, reference: tuple) -> dict:

@@ -43,8 +43,9 @@ from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.engine.training.gradients import global_grad_norm, scale_gradients
 from glm46.engine.training.network import Network, build_network
-from glm46.engine.training.step import global_grad_norm, scale_gradients, train_step
+from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.requirement import SPLIT_BACKWARD_TORCH
 from glm46.run import context_keys
@@ -729,7 +730,7 @@ def run_layout(process: Process, layout: Layout, base: Path | None) -> tuple:
             # The clock of the schedules counts steps here.
             outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
-        figures.append((outcome.sums["loss"].item(), outcome.tokens_per_expert.cpu(), outcome.grad_norm))
+        figures.append((outcome.objective["loss"].item(), outcome.tokens_per_expert.cpu(), outcome.grad_norm.item()))
     assert all(p.grad is None and torch.equal(held(p).part, frozen_parts[name]) for name, p in frozen.items())
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(minutes=30)
+_Value = TypeVar("_Value")
 
 
 class CheckpointError(Exception):
@@ -54,13 +55,13 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks, in rank order. Collective.
 
         Raises:
             RankLostError: a rank has ended or does not answer.
         """
-        values: list[Any] = [value] * self.size
+        values = [value] * self.size
         self._call(dist.all_gather_object, values, value)
         return values
 
@@ -71,13 +72,13 @@ class Ranks:
         self._call(dist.all_reduce, tensor, dist.ReduceOp.MAX)
         return tensor.bool().tolist()
 
-    def of_first(self, value: Any) -> Any:
+    def of_first(self, value: _Value) -> _Value:
         """Return the value of rank 0. Collective; raises like `all_gather`."""
         box = [value]
         self._call(dist.broadcast_object_list, box, src=0)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks on rank 0, an empty list on the others. Collective; raises like
         `all_gather`."""
         values = [value] * self.size if self.is_first else []
@@ -90,7 +91,7 @@ class Ranks:
         self._call(dist.scatter_object_list, box, values, src=0)
         return box[0]
 
-    def _call(self, collective: Callable, *arguments: Any, **options: Any) -> None:
+    def _call(self, collective: Callable, *arguments: object, **options: object) -> None:
         if self.group is not None:
             try:
                 collective(*arguments, group=self.group, **options)

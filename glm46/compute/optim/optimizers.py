@@ -9,7 +9,7 @@ from torch import Tensor
 from glm46.compat import named_range
 from glm46.compute.optim.adamw import AdamW
 from glm46.compute.optim.muon import Muon
-from glm46.compute.optim.roles import Role, assign_roles, role_rows
+from glm46.compute.optim.roles import Role, assign_roles
 from glm46.compute.optim.state_file import StateFile
 from glm46.compute.optim.state_offload import StatePlace
 from glm46.config.model import ModelShape
@@ -32,8 +32,8 @@ class OptimizerGroup:
     ):
         """``device`` and ``ns_dtype`` as in `build_optimizers`."""
         self._parameters = [parameter for _, parameter in named_parameters]
-        self.role_table = role_rows(self._parameters, roles, config)
-        """Role of each parameter of this pipeline stage, for ``roles.format_role_table``."""
+        self.roles = roles
+        """Role of each parameter."""
         self._matrices = [
             named for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "muon"
         ]

@@ -76,8 +76,8 @@ def apply(
 
 
 def _in_host_memory(
-    copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: Any
-) -> Any:
+    copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: object
+) -> object:
     """Return the result of a checkpointed ``forward`` whose kept tensors are in host memory, except the arguments at
     the positions in ``stay``."""
     if not torch.is_grad_enabled():
@@ -92,7 +92,7 @@ def _in_host_memory(
     ]
     first = [arguments]  # the tensors themselves, with their place in the graph, for the forward alone
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> object:
         restored = first.pop() if first else (a.take() if isinstance(a, Copied) else a for a in arguments)
         return forward(*restored)
 
@@ -154,7 +154,9 @@ class _Keeping(compat.DispatchMode):
         self._products = 0
         self._saved_results: list[Any] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: object, arguments: tuple = (), keywords: dict | None = None
+    ) -> Any:
         out = operator(*arguments, **keywords or {})
         if operator in self._results.saved:
             saved = _changed(Tensor.detach, out, Tensor)
@@ -168,7 +170,7 @@ class _Keeping(compat.DispatchMode):
             self._saved_results.append(saved)
         return out
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         # Not earlier: rows of an exchange have arrived only after they were awaited.
         put = self._results.put or (lambda x: lambda: x)
@@ -184,7 +186,9 @@ class _Recalling(compat.DispatchMode):
         self._results = results
         self._products = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: object, arguments: tuple = (), keywords: dict | None = None
+    ) -> Any:
         if operator in self._results.saved:
             return _changed(lambda kept: kept(), self._results.kept.popleft(), Callable)
         self._products += operator in _OPERATORS["experts"]

@@ -5,6 +5,7 @@ ranks exchange only the keys that are seen; where all keys would take too much m
 Queries and all other activations stay on their rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def take_part(
     return shard.cut(rows, places) | {"layout": layout}
 
 
-def _gathering(core: Any, shard: SequenceShard) -> Any:
+def _gathering(core: Callable[..., Tensor], shard: SequenceShard) -> Callable[..., Tensor]:
     @torch.compiler.disable
     def gather_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
         x = x.flatten(0, 1)
@@ -75,7 +76,7 @@ def _gathering(core: Any, shard: SequenceShard) -> Any:
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
         return ring_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ring, shard.group).view(q.shape)
 
-    def gathering_core(q: Tensor, k: Tensor, v: Any, layout: AttentionLayout | None) -> Tensor:
+    def gathering_core(q: Tensor, k: Tensor, v: Tensor | Callable, layout: AttentionLayout | None) -> Tensor:
         assert layout is not None and layout.exchange is not None, "see `take_part`"
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,18 @@ from glm46.config.loader import dump_config
 from glm46.engine.observe.exporter import Exporter
 from glm46.engine.observe.hardware import HardwareMonitor, device_peak_flops
 from glm46.engine.observe.identity import identity
+from glm46.engine.observe.introduction import introduction
 from glm46.engine.observe.kept_warnings import KeptWarnings
 from glm46.engine.observe.metrics import METRICS, SPREAD
 from glm46.engine.observe.module_flops import OPTIMIZER, flops_by_kind
 from glm46.engine.observe.profiler import Profiled, Profiler
+from glm46.engine.observe.rank_spread import spread_over_ranks
 from glm46.engine.observe.report import Report
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.observe.tracker import Tracker
 from glm46.engine.reliability.run_lock import writing
 from glm46.engine.reliability.stop import EXIT_STOPPED
-from glm46.engine.training.named_sums import spread_over_ranks
 from glm46.engine.training.observer import Phase, RowKind
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task, trained_networks
@@ -74,9 +76,10 @@ class Observers:
 
     @contextmanager
     def training(
-        self, task: Task, progress: Progress, introduction: str, *, resumed_step: int | None
+        self, task: Task, progress: Progress, meta: dict[str, Any] | None, *, resumed_step: int | None
     ) -> Iterator[None]:
         """See `Observer.training`."""
+        first_message = introduction(task, progress, meta, is_own=resumed_step is not None)
         config = task.plan.config
         process = task.cluster.process
         compute_type = getattr(torch, config.training.mixed_precision_param)
@@ -95,7 +98,7 @@ class Observers:
         report = self._report
         try:
             report.config(dump_config(config))
-            report.message(introduction)
+            report.message(first_message)
             say = report.message if process.is_main else partial(print, f"rank {process.rank}:", flush=True)
             self._profiler = Profiler(config.profiling, self._folder, _profiled(task), say)
             self._exporter.begins(

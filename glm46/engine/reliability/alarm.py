@@ -84,7 +84,7 @@ class Alarm:
         key = _HUNG + socket.gethostname()
         return json.loads(self._store.get(key)) if self._store.check([key]) else []
 
-    def _append(self, key: str, value: Any) -> None:
+    def _append(self, key: str, value: object) -> None:
         self._store.append(key, f"{json.dumps([self._rank, value])}\n")
 
     def _wait(self, key: str, end: float) -> None:

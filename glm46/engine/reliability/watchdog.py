@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from glm46.compat import clone_store
 from glm46.compute.distributed.process import Process
@@ -85,7 +85,6 @@ class Watchdog:
         if process.is_main:
             (folder / VERDICT_FILE).unlink(missing_ok=True)  # from an earlier start
         self._stacks_path = folder / f"stacks-rank{process.rank}.txt"
-        self._parent = folder.parent.stat()
         self._stacks = self._stacks_path.open("w")
         # Runs in C, without the interpreter: works even if a thread never releases the GIL.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
@@ -158,21 +157,10 @@ class Watchdog:
             self._thread.join()
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
-            try:
+            with contextlib.suppress(OSError):  # the storage does not answer, or the dump folder was deleted
                 if self._stacks_path.stat().st_size == 0:
                     self._stacks_path.unlink()
-            except OSError as error:
-                # A deleted dump folder has its own message; the loss of an empty file does not matter.
-                if not isinstance(error, FileNotFoundError) or self._has_same_parent():
-                    changed = "the folder was changed while the run used it"
-                    print(f"{self._stacks_path}: {error.strerror}: {changed}", file=sys.stderr)
-            with contextlib.suppress(OSError):  # not empty, or removed by another rank
-                self._folder.rmdir()
-
-    def _has_same_parent(self) -> bool:
-        """True if the folder of the folder was neither deleted nor replaced."""
-        parent = self._folder.parent
-        return parent.exists() and os.path.samestat(parent.stat(), self._parent)
+                self._folder.rmdir()  # unless another rank has stacks in it
 
     def _listen(self, alarm: Alarm) -> None:
         """Check the store for an alarm, in a separate thread: a call to an unreachable store has no time limit."""
@@ -287,7 +275,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
 
-def _within(seconds: float, call: Callable[..., _Result], *arguments: Any) -> _Result | None:
+def _within(seconds: float, call: Callable[..., _Result], *arguments: object) -> _Result | None:
     """Return the result of a call that may hang, made in a separate thread; None after the time limit, or if the store
     or the disk fails."""
     results = []

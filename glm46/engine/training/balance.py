@@ -1,12 +1,14 @@
 """Balance of experts: options and auxiliary losses of the routing, and loss-free balancing, which after each optimizer
 step moves the selection bias towards experts with too few tokens."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.model.router import RoutingOptions
-from glm46.compute.model.transformer import Transformer, router_names
+from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, router_names
 from glm46.config.model import ModelShape
 from glm46.config.moe import MoEConfig
 from glm46.config.section import values_of
@@ -44,15 +46,30 @@ class ExpertBalance:
         self.config = config
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
-        self.rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
+        self._rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
         """Indices of this rank's MoE layers among all MoE layers of the model. On the device: a list would be copied
         there in every step, and the host would wait."""
         self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
 
-    @property
-    def layers(self) -> int:
-        """Number of MoE layers of the complete model."""
-        return self._average_counts.shape[0]
+    @torch.no_grad()
+    def count(self, outputs: Sequence[Sequence[LossSums | StageOutput]]) -> tuple[Tensor, Tensor]:
+        """Count the assignments of tokens to experts in a step on this rank.
+
+        Args:
+            outputs: for each pipeline stage of this rank, the output for each micro-batch.
+
+        Returns:
+            int64 [MoE layers, E] of all MoE layers of the model, kept assignments; and int64 [MoE layers], assignments
+            that the capacity dropped. Layers of other stages have zeros.
+        """
+        tokens_per_expert = torch.zeros_like(self._average_counts, dtype=torch.int64)
+        overflow = tokens_per_expert.new_zeros(len(tokens_per_expert))
+        kept = torch.cat([torch.stack([output.tokens_per_expert for output in stage]).sum(0) for stage in outputs])
+        dropped = torch.cat([torch.stack([output.overflow for output in stage]).sum(0) for stage in outputs])
+        rows = self._rows[: len(kept)]  # prediction layers are last, and may not have run
+        tokens_per_expert.index_copy_(0, rows, kept)
+        overflow.index_copy_(0, rows, dropped)
+        return tokens_per_expert, overflow
 
     @torch.no_grad()
     def update(self, tokens_per_expert: Tensor, rate: float) -> None:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from glm46.compute.distributed.collective_errors import catch_user_error, raise_on_all_ranks
 from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, StopRequest
-from glm46.engine.training.named_sums import sum_on_host
+from glm46.engine.training.rank_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step import NOT_FINITE, StepOutcome, train_step
 from glm46.engine.training.task import StepBatches, Task
-from glm46.engine.training.totals import StepTotals, count_step, from_tensors, to_tensors
+from glm46.engine.training.totals import StepTotals, count_step
 from glm46.engine.training.weight_source import WeightSource
 from glm46.run.curriculum import stage_at
 from glm46.run.flops import batch_flops
@@ -116,25 +116,23 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         services.spikes.restart()  # other text, lengths or positions change the loss
     batches, error = catch_user_error(lambda: task.next(progress, sequences))
     services.watchdog.operation("agreeing on the step")
-    totals = count_step(task, batches.micro_batches if batches else [])
-    counts = to_tensors(totals)
+    local_totals = count_step(task, batches.micro_batches if batches else [])
     with services.stop.exchange():
-        sums = sum_on_host(counts | services.requests(has_failed=error is not None))
-    if sums["errors"]:
+        totals, requests = sum_on_host((local_totals, services.requests(has_failed=error is not None)))
+    if requests.failed:
         raise_on_all_ranks(error)
-    if sums["non_finite"]:
+    if requests.non_finite:
         raise RollbackNeeded
-    if sums["unsaved"]:
+    if requests.unsaved:
         raise services.saver.saves_fail(progress)
-    if sums["lost_folder"]:
+    if requests.lost_folder:
         raise services.saver.folder_lost(progress)
-    if sums["profile"]:
+    if requests.profile:
         services.observer.profile_after(progress.step + 1)
-    if slow := services.stragglers.update(sums["paces"].tolist()):
+    if slow := services.stragglers.update(requests.paces):
         services.observer.message(f"step {progress.step}: {slow}")
-    # Each sequence was counted by all ranks that read it.
-    counts = {name: sums[name] // task.plan.layout.non_dp_degree for name in counts}
-    return NextStep(batches, from_tensors(counts, totals), bool(sums["stop"]))
+    totals = totals.divided_by(task.plan.layout.non_dp_degree)
+    return NextStep(batches, totals, must_stop=requests.stop > 0)
 
 
 def end_step(
@@ -161,7 +159,7 @@ def end_step(
     validation = {}
     is_profiled = services.observer.is_profiled(progress.step)
     services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
-    loss_sum = outcome.main.sums["loss"].item()
+    loss_sum = outcome.main.objective["loss"].item()
     targets = step.totals.main["targets"]
     loss = loss_sum / max(targets, 1) if task.has_loss_level else None
     is_bad = outcome.is_bad

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.pipeline import Arguments, Fields, Pipeline
 from glm46.compute.parallelize.plan import parallelize
 from glm46.config.model import ModelShape
-from glm46.engine.training.balance import ExpertBalance
+from glm46.engine.training.balance import ExpertBalance, auxiliary_loss, routing_options
+from glm46.engine.training.gradients import global_grad_norm
+from glm46.engine.training.objective import Counts, Objective
 from glm46.run.function import NetworkFunction, gate_factor, is_gate
 from glm46.run.parameters import Head
 from glm46.run.plan import Plan, replicas_reduce_once
@@ -33,6 +36,21 @@ from glm46.storage.data.batches import Batch
 
 StageResults = list[list[LossSums | StageOutput]]
 """For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch."""
+
+
+class StepSums(NamedTuple):
+    """Sums of a network over the micro-batches of a step, on this rank or over all ranks."""
+
+    objective: dict[str, Tensor]
+    """`Objective.sums`, FP64."""
+    aux_losses: Tensor
+    """FP64 [2]: balance loss and z-loss."""
+    grad_norm: Tensor
+    """Gradient norm before clipping, a scalar."""
+    tokens_per_expert: Tensor
+    """int64 [MoE layers, E]."""
+    overflow: Tensor
+    """int64 [MoE layers]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +242,60 @@ class TrainedNetwork(Network):
 
     optimizer: OptimizerGroup
     balance: ExpertBalance
+
+    def compute(
+        self, objective: Objective, micro_batches: list[Batch], counts: Counts, real_tokens: int, clock: int
+    ) -> StepSums:
+        """Compute the gradients of a step, of the objective and of the auxiliary losses of the experts. Collective.
+
+        Args:
+            counts: `Objective.count` of the step over all ranks.
+            real_tokens: tokens of the step over all ranks that are not padding.
+            clock: tokens of the curriculum before the step; the argument of all schedules.
+
+        Returns:
+            Sums on this rank and its device, except the gradient norm, which is that of all ranks.
+        """
+        moe = self.plan.config.moe
+
+        def auxiliary(aux_losses: Tensor) -> Tensor:
+            return auxiliary_loss(aux_losses, real_tokens, moe, clock)
+
+        def complete(output: LossSums, batch: Fields) -> Tensor:
+            return objective.loss(output, batch, counts, clock) + auxiliary(output.aux_losses)
+
+        self.optimizer.zero_grad()
+        self.route_at(schedule_value(moe.router_temperature, clock))
+        batches = [self.to_device(batch, objective.fields) for batch in micro_batches]
+        arguments = {"options": routing_options(moe), "form": objective.form}
+        loss_fields = [name for name in objective.fields if name != "routes"]  # the model takes the routes
+        outputs = self.forward_backward(batches, arguments, complete, auxiliary, loss_fields)
+        grad_norm = global_grad_norm(self.parameters.values(), self.cluster.device, self.cluster.meshes.pipeline)
+        return StepSums(
+            self._objective_sums(objective, outputs[-1], micro_batches),
+            self._aux_losses(outputs),
+            grad_norm.double(),
+            *self.balance.count(outputs),
+        )
+
+    @torch.no_grad()
+    def _objective_sums(
+        self, objective: Objective, outputs: list[LossSums | StageOutput], micro_batches: list[Batch]
+    ) -> dict[str, Tensor]:
+        device = self.cluster.device
+        # Created on the device: a copy from the host would be work between backward and the all-reduce.
+        sums = {name: torch.zeros_like(value, device=device) for name, value in objective.empty_sums().items()}
+        for output, batch in zip(outputs, micro_batches, strict=True):
+            if isinstance(output, LossSums):  # else another stage has the head
+                for name, value in objective.sums(output, batch).items():
+                    sums[name] += value
+        return sums
+
+    def _aux_losses(self, outputs: StageResults) -> Tensor:
+        total = torch.zeros(2, dtype=torch.float64, device=self.cluster.device)
+        for output in chain.from_iterable(outputs):
+            total += output.aux_losses
+        return total
 
     def update(self, lr_factor: float, number: int) -> None:
         """Make an optimizer step, see `OptimizerGroup.step`. Collective."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
@@ -21,12 +21,12 @@ class Observer(Protocol):
     """
 
     def training(
-        self, task: Task, progress: Progress, introduction: str, *, resumed_step: int | None
+        self, task: Task, progress: Progress, meta: dict[str, Any] | None, *, resumed_step: int | None
     ) -> AbstractContextManager[object]:
         """Open the outputs of a run that continues from `progress`, until the end or the next rollback. Collective.
 
         Args:
-            introduction: first message.
+            meta: metadata of the checkpoint or the weights that were loaded, if any.
             resumed_step: step of the checkpoint that the run resumes from, whose later rows are removed; None for a new
                 run.
 

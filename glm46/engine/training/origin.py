@@ -180,5 +180,5 @@ def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "absent" if value is None else json.dumps(value, default=str)

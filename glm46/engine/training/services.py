@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from glm46.compute.distributed.bandwidth import BandwidthProbe
 from glm46.compute.distributed.device_time import OwnDeviceTime
@@ -19,13 +18,32 @@ from glm46.engine.reliability.watchdog import Watchdog
 from glm46.engine.training.observer import Observer
 from glm46.engine.training.saving import Saver
 from glm46.engine.training.state import Progress
-from glm46.engine.training.step_metrics import StepMetrics, start_report
+from glm46.engine.training.step_metrics import StepMetrics
 from glm46.engine.training.task import Task
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.manager import CheckpointManager
 
 # Good steps in the median that detects spikes; detection starts after half this number of good steps.
 SPIKE_WINDOW = 128
+
+
+class StepRequests(NamedTuple):
+    """Requests of this rank before a step, or the number of ranks with each of them."""
+
+    stop: int
+    """A stop signal was received."""
+    non_finite: int
+    """A save found values that are not finite."""
+    unsaved: int
+    """Too many saves in a row have failed."""
+    failed: int
+    """The batches of the step could not be read."""
+    lost_folder: int
+    """The dump folder was deleted or renamed."""
+    profile: int
+    """A user has requested a profile."""
+    paces: list[int]
+    """See `Stragglers.shared_paces`."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +59,17 @@ class Services:
     stragglers: Stragglers
     bandwidth: BandwidthProbe
 
-    def requests(self, *, has_failed: bool) -> dict[str, Tensor]:
-        """Return the int64 numbers of this rank in the all-reduce before a step."""
-        named = {
-            "stop": self.stop.signal_name is not None,
-            "non_finite": self.saver.found_non_finite,
-            "unsaved": self.saver.must_end,
-            "errors": has_failed,
-            "lost_folder": self.observer.has_lost_folder(),
-            "profile": self.observer.requests_profile(),
-            "paces": self.stragglers.shared_paces(),
-        }
-        return {name: torch.tensor(value, dtype=torch.int64) for name, value in named.items()}
+    def requests(self, *, has_failed: bool) -> StepRequests:
+        """Return the requests of this rank before a step."""
+        return StepRequests(
+            stop=self.stop.signal_name is not None,
+            non_finite=self.saver.found_non_finite,
+            unsaved=self.saver.must_end,
+            failed=has_failed,
+            lost_folder=self.observer.has_lost_folder(),
+            profile=self.observer.requests_profile(),
+            paces=self.stragglers.shared_paces(),
+        )
 
 
 def build_checkpoints(plan: Plan) -> CheckpointManager:
@@ -89,8 +106,7 @@ def services_of(
     spikes = SpikeDetector(sigmas, SPIKE_WINDOW)
     if meta is not None and progress.step:
         spikes.restore(meta["spikes"])
-    introduction = start_report(task, progress, meta, is_own=checkpoints.loaded_step is not None)
-    with observer.training(task, progress, introduction, resumed_step=checkpoints.loaded_step):
+    with observer.training(task, progress, meta, resumed_step=checkpoints.loaded_step):
         yield Services(
             observer=observer,
             metrics=StepMetrics(task),

@@ -1,11 +1,12 @@
 """Counts of the tokens of a step over all ranks: the denominators of its losses and metrics."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from glm46.engine.training.task import Counts, Task
+from glm46.compat import map_tree
+from glm46.engine.training.objective import Counts
+from glm46.engine.training.task import Task
 from glm46.run.flops import document_half_pairs
 from glm46.storage.data.batches import Batch
 
@@ -25,6 +26,10 @@ class StepTotals(NamedTuple):
         """Counts of the main network."""
         return next(iter(self.objective_counts.values()))
 
+    def divided_by(self, readers: int) -> "StepTotals":
+        """Return the sums over all ranks as counts of distinct rows, each of which this many ranks have counted."""
+        return map_tree(lambda count: count // readers, self)
+
 
 def count_step(task: Task, micro_batches: list[Batch]) -> StepTotals:
     """Count this rank's micro-batches, which are on the CPU."""
@@ -35,26 +40,6 @@ def count_step(task: Task, micro_batches: list[Batch]) -> StepTotals:
         half_pairs=count_half_pairs(micro_batches, main.shape.sliding_window, document_mask=document_mask),
         objective_counts={name: objective.count(micro_batches) for name, objective in task.objectives.items()},
     )
-
-
-def to_tensors(totals: StepTotals) -> dict[str, Tensor]:
-    """Return the counts as int64 tensors by name."""
-    named: dict[str, Any] = {"real": totals.real, "half_pairs": totals.half_pairs}
-    named |= {
-        f"{network}/{name}": count
-        for network, counts in totals.objective_counts.items()
-        for name, count in counts.items()
-    }
-    return {name: torch.tensor(count, dtype=torch.int64) for name, count in named.items()}
-
-
-def from_tensors(named: dict[str, Tensor], like: StepTotals) -> StepTotals:
-    """Invert `to_tensors`, for totals with the names of ``like``."""
-    counts: dict[str, Counts] = {
-        network: {name: named[f"{network}/{name}"].tolist() for name in network_counts}
-        for network, network_counts in like.objective_counts.items()
-    }
-    return StepTotals(int(named["real"]), int(named["half_pairs"]), counts)
 
 
 def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document_mask: bool) -> int:

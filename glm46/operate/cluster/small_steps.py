@@ -7,10 +7,10 @@ import torch
 
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process
-from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import build_network
+from glm46.engine.training.rank_sums import sum_on_host
 from glm46.engine.training.step import train_step
-from glm46.engine.training.totals import count_step, from_tensors, to_tensors
+from glm46.engine.training.totals import count_step
 from glm46.operate.cluster.results import Result, limited
 from glm46.operate.estimate.plan_sizes import describe_layout
 from glm46.run.plan import Plan
@@ -40,13 +40,9 @@ def small_steps(plan: Plan, process: Process) -> Result:
     batch = _batch(plan)
     losses = []
     for step in range(_STEPS):
-        local_totals = count_step(task, [batch])
-        # Ranks that share rows have counted the same rows.
-        sums = sum_over_all_ranks(to_tensors(local_totals))
-        totals = {name: count // plan.layout.non_dp_degree for name, count in sums.items()}
-        tokens_before = step * int(totals["real"].item())
-        outcome = train_step(task, [batch], from_tensors(totals, local_totals), clock=tokens_before, lr_factor=1.0)
-        losses.append(outcome.main.sums["loss"].item() / max(totals["model/targets"].item(), 1))
+        totals = sum_on_host(count_step(task, [batch])).divided_by(plan.layout.non_dp_degree)
+        outcome = train_step(task, [batch], totals, clock=step * totals.real, lr_factor=1.0)
+        losses.append(outcome.main.objective["loss"].item() / max(totals.main["targets"], 1))
     expected = math.log(plan.shape.vocab_size)
     is_good = losses == sorted(losses, reverse=True) and abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
     value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {describe_layout(plan.layout)}"

@@ -28,7 +28,6 @@ from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.stored_values import DiskTensor, StepTensors
-from glm46.storage.checkpoint.write_model import write_model
 from glm46.storage.data.tokenizer import TOKENIZER_KEY
 from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
@@ -41,6 +40,7 @@ from glm46.storage.huggingface.names import HFNames, has_repeats
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from glm46.tasks.weights.write_model import write_model
 
 _HF_CONFIG = "hf_config"
 """Key in a checkpoint's meta: config.json of the imported weights, so that an export keeps unknown fields."""

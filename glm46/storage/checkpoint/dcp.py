@@ -119,7 +119,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._staged = staged
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         return super().lookup_object(index) if self._staged is None else self._staged[index.fqn]
 
 

@@ -61,7 +61,7 @@ def write_manifest(folder: Path, step: int, files: dict[str, FileRecord], facts:
     create_durably(folder / MANIFEST, [_canonical({"body": body, "sha256": seal})])
 
 
-def _canonical(value: Any) -> bytes:
+def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
 
 

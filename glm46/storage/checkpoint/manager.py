@@ -69,7 +69,15 @@ class CheckpointManager:
         """The step in ``folder`` that was loaded last, if any."""
         return max(self._in_use, default=None)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **facts: Any) -> SaveOutcome:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
+    ) -> SaveOutcome:
         """Write and publish a checkpoint, then remove old ones. Collective.
 
         Waits for a background save first; if that one failed, the next ``poll`` raises.
@@ -78,7 +86,7 @@ class CheckpointManager:
             tensors: the ranks may hold different names. A plain tensor that several ranks hold under one name must be
                 equal on all of them; a value that differs (an RNG state) carries the rank in its name.
             meta: JSON values; rank 0's are stored.
-            facts: ``validation_loss`` and ``is_good`` of `Snapshot`; rank 0's are used.
+            validation_loss, is_good: see `Snapshot`; rank 0's are used.
 
         Raises:
             CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
@@ -86,12 +94,20 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._wait_for_save()
-        snapshot = self._begin(step, tensors, meta, facts)
+        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
         size = save_now(self._target, snapshot, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
-    def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **facts: Any) -> bool:
+    def save_in_background(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
+    ) -> bool:
         """Copy the tensors to host memory and return; a thread saves the copies. Arguments as in ``save``. Collective.
         Raises CheckpointError on all ranks when copying failed on some rank, for example for lack of memory.
 
@@ -101,7 +117,7 @@ class CheckpointManager:
         """
         if self._is_any_rank_saving():
             return False
-        snapshot = self._begin(step, tensors, meta, facts)
+        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
         with self._ranks.stage("copying tensors to host memory"):
             self._background.stage(tensors)
         self._background.start(self._target, snapshot, frozenset(self._in_use))
@@ -216,13 +232,19 @@ class CheckpointManager:
             self._branch_point = source
         return stage.values[0]
 
-    def _begin(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], facts: dict) -> Snapshot:
+    def _begin(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        validation_loss: float | None,
+        is_good: bool,
+    ) -> Snapshot:
         """Return the content of a save that starts now. Collective."""
         self._set_aside_newer()
         self._verified.pop(step_folder(self.folder, step), None)
         with self._ranks.stage("writing meta as JSON"):
-            content = step, dict(tensors), encode_meta(meta)
-            return Snapshot(*content, before_publishing=self.before_publishing, **facts)
+            return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good, self.before_publishing)
 
     def _is_any_rank_saving(self) -> bool:
         """Return True if a background save is running on some rank. Collective."""

@@ -73,7 +73,7 @@ _BROKEN_PICKLE = (
 )
 
 
-def _enum_member(owner: Any, name: str) -> enum.Enum:
+def _enum_member(owner: object, name: str) -> enum.Enum:
     """Replacement of `getattr`: some Pythons, such as 3.11.2, pickle a member of an enum as ``getattr(enum, name)``."""
     if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
         raise pickle.UnpicklingError("it names builtins.getattr for more than a member of an enum; nothing was run")

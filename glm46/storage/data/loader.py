@@ -4,13 +4,12 @@ The only state is the global number of the next sample, so a run resumes at any 
 StatefulDataLoader provides worker processes and prefetching.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -212,32 +211,6 @@ class _BatchLoader(StatefulDataLoader):
         super().__init__(stream, batch_size=None, generator=torch.Generator(), **options)
 
 
-class TrainLoader(_BatchLoader):
-    """The loader of a `TrainStream`. Its state is the number of the next sample, valid for any ranks and workers."""
-
-    def __init__(self, stream: TrainStream, **options):
-        super().__init__(stream, **options)
-        self._next_sample = stream.start_sample
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        self._next_sample = self.dataset.start_sample
-        # Called here, not in the generator: it starts the workers.
-        return self._count(super().__iter__())
-
-    def _count(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        for batch in batches:
-            self._next_sample += self.dataset.layout.global_rows
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the global number of the first sample that the newest iterator has not returned, over all ranks."""
-        return {"next_sample": self._next_sample}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Set the first sample of the next iterator."""
-        self.dataset.start_sample = self._next_sample = state["next_sample"]
-
-
 def build_train_loader(
     sources: Sequence[TrainSource],
     layout: BatchLayout,
@@ -247,17 +220,18 @@ def build_train_loader(
     span: SampleSpan = WHOLE_RUN,
     num_workers: int = 0,
     begin_worker: Callable[[int], None] | None = None,
-) -> TrainLoader:
+) -> StatefulDataLoader:
     """Build the endless training stream of one rank: a loader of dicts of tensors (see docs/data.md). Raises UserError
     if a weight is invalid, or a source is shorter than one row.
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
+        start_sample: global number of the first sample, under any number of ranks and workers.
         num_workers: processes that read ahead; 0 reads in this process.
         begin_worker: called first in each worker, with its number.
     """
     stream = TrainStream(sources, seed, layout, start_sample, span)
-    return TrainLoader(stream, num_workers=num_workers, worker_init_fn=begin_worker)
+    return _BatchLoader(stream, num_workers=num_workers, worker_init_fn=begin_worker)
 
 
 def build_validation_loader(

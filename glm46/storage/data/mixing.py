@@ -7,7 +7,7 @@ index, in a random order that needs no table.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from glm46.config.errors import UserError
 
 # Sum of integer weights. `mix` multiplies it with the sample number in 64 bits, which is exact up to 9e12 samples.
 WEIGHT_TOTAL = 10**6
+
+_Count = TypeVar("_Count", int, np.ndarray)
 
 _ROUNDS = 6
 
@@ -74,7 +76,7 @@ def taken(count: int, weights: Sequence[int]) -> list[int]:
     return [before - rest for _, before, rest in sorted(_divided(count, weights))]
 
 
-def _divided(count: Any, weights: Sequence[int]) -> Iterator[tuple[int, Any, Any]]:
+def _divided(count: _Count, weights: Sequence[int]) -> Iterator[tuple[int, _Count, _Count]]:
     """Yield, for each source, heaviest first, its index and two counts: how many of the first ``count`` samples it and
     the later sources take, and how many the later sources take. ``count`` is an int, or int64 [n]."""
     remaining = sum(weights)

@@ -11,8 +11,8 @@ from glm46.config.errors import UserError
 from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.engine.evaluation.network_rows import greedy_answers, tokens_at_once
 from glm46.engine.reliability.stop import StopRequest
-from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import Network, build_frozen_network
+from glm46.engine.training.rank_sums import sum_over_all_ranks
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches, Task
 from glm46.run.curriculum import stage_at

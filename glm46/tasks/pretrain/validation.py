@@ -7,8 +7,8 @@ import torch
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.engine.training.loss_columns import loss_columns
-from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import Network
+from glm46.engine.training.rank_sums import sum_over_all_ranks
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.loader import build_validation_loader
 from glm46.storage.data.manifest import Manifest

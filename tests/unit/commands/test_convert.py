@@ -24,13 +24,13 @@ from glm46.operate.models.conversions import _table_of
 from glm46.storage.chats.chat_format import GLM_47
 from glm46.storage.chats.chat_template import find_format
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.checkpoint.write_model import ReadAhead, write_model
 from glm46.storage.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.names import has_repeats
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, tokenizer_files
+from glm46.tasks.weights.write_model import ReadAhead, write_model
 from tests.small_run import model_table
 from tests.step_tensors import step_tensors
 from tests.unit.storage.huggingface.adapters import LATENT, TINY

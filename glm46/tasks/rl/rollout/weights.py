@@ -24,7 +24,6 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.engine.training.network import Network
 from glm46.run.parameters import named_rows, scales_name
-from glm46.storage.checkpoint.write_model import LazyTensors
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.export_weights import export_weights
@@ -34,6 +33,7 @@ from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.storage.huggingface.schemes import quantised_names
 from glm46.tasks.weights.exports import export_options, write_weights
+from glm46.tasks.weights.write_model import LazyTensors
 
 _SMALL_BYTES = 4 * 2**20
 """Maximum bytes of whole tensors that are gathered in one call. A call takes up to 2 ms on a CPU, however small."""

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from glm46.compute.optim.roles import assign_roles, format_role_table, role_rows
+from glm46.compute.optim.roles import assign_roles
 from glm46.config.errors import UserError
 from glm46.config.optimizer import OptimizerConfig
+from glm46.engine.observe.role_table import format_role_table, role_rows
 from glm46.run.parameters import PARAMETERS
 
 BLOCK = [

@@ -48,7 +48,7 @@ class Rank:
     def __init__(self, rank: int, size: int):
         node = rank // 8
         self.rank, self.gloo = rank, gloo(12, waits=False)
-        self.stack = ["glm46/engine/training/named_sums.py:57 to_host waits for the device"]
+        self.stack = ["glm46/engine/training/rank_sums.py:57 to_host waits for the device"]
         self.groups = {"1": [*range(8 * node, 8 * node + 8)], "2": [*range(rank % 8, size, 8)], "3": [*range(size)]}
         self.entries = [entry(group, "nccl:all_gather", n, "completed") for group in self.groups for n in (1, 2)]
 

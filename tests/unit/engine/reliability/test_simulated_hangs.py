@@ -15,7 +15,7 @@ import pytest
 from glm46.engine.reliability import hang_report
 from glm46.engine.reliability.hang_report import Answers, collectives_here, describe_hang, find_culprits
 
-WAITING_STACK = ["glm46/engine/training/named_sums.py:57 to_host waits for the device"]
+WAITING_STACK = ["glm46/engine/training/rank_sums.py:57 to_host waits for the device"]
 MAIN, SIDE = "main", "side"
 
 

@@ -57,13 +57,12 @@ def test_the_limit_does_not_learn_from_outages(outages, steps, limit, tmp_path, 
     assert watchdog.limit_seconds() == pytest.approx(limit)  # sums of seconds on a clock that is large
 
 
-def test_a_folder_that_is_deleted_while_a_run_stops_is_one_message(tmp_path, capfd):
+def test_a_folder_that_is_deleted_while_a_run_stops_is_no_error(tmp_path, capfd):
     folder = tmp_path / "hang"
     watchdog = Watchdog(Process(0, 1, torch.device("cpu")), folder, shortest_seconds=10.0, start_seconds=300.0)
     shutil.rmtree(folder)
     watchdog.close()
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"{folder}/stacks-rank0.txt: No such file")
+    assert capfd.readouterr().err == ""
 
 
 WAITS = "for _ in $(seq 600); do [ -e $1 ] && break; sleep 0.1; done; exec cat > /dev/null"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm46.engine.training.step import global_grad_norm, scale_gradients
+from glm46.engine.training.gradients import global_grad_norm, scale_gradients
 
 
 def parameters_of(dtype):

@@ -719,12 +719,12 @@ def test_padding_enters_no_statistic_and_no_balance_loss(make_config, monkeypatc
             outcomes.append(original(task, micro_batches, totals, *arguments[:-1], lambda loss, norm: "kept"))
         tokens = totals.real * task.plan.shape.num_experts_per_tok
         assert totals.real == real * sum(batch["labels"].shape[0] for batch in micro_batches)
-        assert outcomes[0].main.tokens_per_expert.sum(1).tolist() == [tokens] * task.network.balance.layers
+        assert outcomes[0].main.tokens_per_expert.sum(1).tolist() == [tokens] * len(task.network.balance.routers)
         return outcomes[-1]
 
     monkeypatch.setattr(loop, "train_step", padded)
     assert train(config) == 0
-    for field in ("sums", "tokens_per_expert", "overflow", "grad_norm"):
+    for field in ("objective", "aux_losses", "tokens_per_expert", "overflow", "grad_norm"):
         first, second = (getattr(outcome.main, field) for outcome in outcomes)
         torch.testing.assert_close(first, second, rtol=1e-6, atol=0.0)
 

@@ -8,7 +8,7 @@ from glm46.config.errors import UserError
 from glm46.storage.checkpoint import finite, save
 from glm46.storage.checkpoint.finite import NotFiniteError, names_not_finite
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.checkpoint.write_model import write_model
+from glm46.tasks.weights.write_model import write_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])

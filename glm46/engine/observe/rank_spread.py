@@ -1,4 +1,4 @@
-"""Named tensors that share one all-reduce, or one copy to the host, and the spread of numbers over the ranks."""
+"""The spread of measured values over the ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,26 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.distributed.agreement import combine_on_host
-
-
-def sum_over_all_ranks(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sum tensors over all ranks in one all-reduce. Collective.
-
-    Args:
-        named: tensors of one dtype on one device. Names, their order and shapes are equal on all ranks.
-
-    Returns:
-        The sums by name; views of one new tensor.
-    """
-    flat = _pack(named)
-    if dist.get_world_size() > 1:  # a single rank would wait for gloo's thread
-        dist.all_reduce(flat)
-    return _unpack(flat, named)
-
-
-def sum_on_host(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sum like `sum_over_all_ranks`, for a few numbers on the CPU that thousands of ranks wait for. Collective."""
-    return _unpack(combine_on_host(_pack(named)), named)
 
 
 def spread_over_ranks(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
@@ -63,17 +43,3 @@ def _wider(low: Tensor, high: Tensor) -> Tensor:
     extremes."""
     takes = high[2:4] >= low[2:4]
     return torch.cat([low[:2] + high[:2], torch.where(takes.repeat(2, 1), high[2:], low[2:])])
-
-
-def to_host(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors of one dtype to the CPU in one transfer; waits for the device."""
-    return _unpack(_pack(named).cpu(), named)
-
-
-def _pack(named: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in named.values()])
-
-
-def _unpack(flat: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    parts = flat.split([tensor.numel() for tensor in like.values()])
-    return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}

@@ -11,7 +11,6 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention_runs import describe_core, flash_package
 from glm46.compute.model.quantised_weights import columns_of
-from glm46.compute.optim.roles import RoleRow, add_role_rows
 from glm46.config.float8_layers import describe_float8
 from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.task import Task
@@ -53,17 +52,6 @@ def describe_layout(task: Task) -> list[str]:
     rank_memory: list[Any] = [None] * layout.world_size
     dist.all_gather_object(rank_memory, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(rank_memory, layout.pp)
-
-
-def whole_role_table(network: TrainedNetwork) -> list[RoleRow]:
-    """Return the roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
-    table = network.optimizer.role_table
-    pipeline = network.cluster.meshes.pipeline
-    if pipeline is None:
-        return table
-    tables: list = [None] * dist.get_world_size(pipeline)
-    dist.all_gather_object(tables, table, group=pipeline)
-    return add_role_rows(tables)
 
 
 def _attention(task: Task) -> str:

@@ -1,0 +1,57 @@
+"""Norm and scale of the gradients of a network."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from glm46.compat import multiply_in_place, norms_in_fp32
+from glm46.compute.distributed.local_tensor import local_tensor
+
+
+@torch.no_grad()
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Compute the Euclidean norm of all gradients, each element counted once. Collective.
+
+    Squares are summed locally for each set of mesh axes that shard a parameter, then over just these axes; replicas add
+    nothing. Every rank of a mesh must pass parameters of the same shardings.
+
+    Args:
+        device: device of this rank; gradients may be in host memory instead.
+        pipeline: ranks that hold other parameters.
+
+    Returns:
+        FP32 scalar, equal on all ranks of a mesh; replicas may differ in the last bits.
+    """
+    squares: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        key: tuple = (None, ())  # not sharded
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            placements = gradient.placements
+            axes = tuple(i for i, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(i) > 1)
+            # Parameters on a single rank are summed like ones without FSDP2: in the same order, to the same bits.
+            key = (mesh, axes) if axes else key
+            gradient = gradient.to_local()
+        if gradient is not None:
+            squares.setdefault(key, []).append(gradient)
+    total = torch.zeros((), device=device)  # a pipeline stage may have no trained parameters
+    for (mesh, axes), gradients in squares.items():
+        square = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
+        for axis in axes:
+            dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every gradient by `factor`, a scalar on the CPU, wherever the gradients are."""
+    multiply_in_place([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)
