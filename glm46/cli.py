@@ -6,6 +6,7 @@ is imported.
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
@@ -13,16 +14,32 @@ from pkgutil import resolve_name
 from glm46.compute.distributed.environment import forget_other_local_rank, let_memory_segments_grow
 from glm46.config.errors import UserError
 from glm46.config.options import VERBS, VerbParser
+from glm46.engine.reliability.stop import EXIT_SIGNAL, code_before_training
 from glm46.operate.launch.environment import describe_unfit, describe_version, unfit_packages
-from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE, wait_if_ending
+from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE, end_on_signals, wait_if_ending
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
 
 _WORK_IN_ANY_ENVIRONMENT = ("plan", "schema", "init")
 """Verbs that run without comparing the installed packages with pyproject.toml."""
-_WRITE_MORE_THAN_OUTPUT = ("launch", "train", "ablate", "prepare", "convert")
+_TRAIN = ("launch", "train", "ablate")
+"""Verbs that a signal ends with the exit code of a run that can be started again."""
+_WRITE_MORE_THAN_OUTPUT = (*_TRAIN, "prepare", "convert")
 """Verbs that stop before their work is done when the reader of the output closes the pipe."""
+
+
+def run_process() -> int:
+    """Run the command line of `sys.argv`, and end this process on signals, which the caller has blocked; returns the
+    exit code."""
+    # Before the import of the verb, which can take seconds and swallow a KeyboardInterrupt.
+    is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
+    end_on_signals(code_before_training if is_training else lambda number: EXIT_SIGNAL + number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        return main()
+    finally:
+        wait_if_ending()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,13 +4,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from glm46.compute.distributed.environment import set_variables, visible_gpus
 from glm46.config.command_line import module_command
 from glm46.config.errors import UserError
 from glm46.config.options import process_count
-from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
-from glm46.operate.launch.nodes import VARIABLES, detect_nodes
 
 
 def ablate_command(argv: Sequence[str]) -> int:
@@ -39,26 +36,7 @@ def ablate_command(argv: Sequence[str]) -> int:
                 f"command line: --seeds {arguments.seeds}: expected whole numbers with commas, such as --seeds 1,2,3"
             )
         overrides = (*overrides, f"--ablation.seeds=[{arguments.seeds}]")
-    # Imported here: --help takes half the time without them.
-    from glm46.engine.reliability.run_lock import lock_run, writing
-    from glm46.operate.ablation.ablation_runs import plan_ablation
-    from glm46.operate.ablation.ablation_training import train_all
-    from glm46.operate.ablation.report import write_report
-    from glm46.operate.launch.torchrun import LauncherSignals
-
-    nodes = detect_nodes(set_variables(VARIABLES), "")
-    if nodes.count > 1:
-        raise UserError(f"environment: {nodes.count} nodes: ablate trains on one node; unset NNODES, or start it once")
-    machine = detect_machine(visible_gpus())
-    plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine)
     command = f"{module_command()} {shlex.join(['ablate', *argv])}"
-    locks = lock_run(plan.folder)
-    signals = LauncherSignals()
-    try:
-        code = train_all(plan, signals)
-        with writing(plan.folder):
-            write_report(plan, command, machine)
-    finally:
-        signals.close()
-        locks.close()
-    return code
+    from glm46.operate.ablation.ablation import run_ablation  # --help takes half the time without it
+
+    return run_ablation(arguments, overrides, command)

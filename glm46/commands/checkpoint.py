@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 
 from glm46.config.options import VerbParser, positive, verb_parser
+from glm46.operate.models.checkpoint_steps import list_steps, prune, show
 
 
 def checkpoint_command(argv: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def checkpoint_command(argv: Sequence[str]) -> int:
         UserError: a folder is absent or holds no checkpoint, or prune would leave no complete, undamaged checkpoint.
     """
     arguments = _parser().parse_args(list(argv))
-    return resolve_name(f"glm46.operate.models.checkpoint_steps:{arguments.run}")(arguments)
+    return arguments.run(arguments)
 
 
 def _parser() -> VerbParser:
@@ -27,15 +27,15 @@ def _parser() -> VerbParser:
     verify = kinds.add_parser("verify", help="read every byte and compare it with the manifest")
     for parser_of, read_contents in ((listing, False), (verify, True)):
         parser_of.add_argument("folder", type=Path, help="folder of a run, of its checkpoints, or of one step")
-        parser_of.set_defaults(run="list_steps", read_contents=read_contents)
-    show = kinds.add_parser("show", help="meta and tensors of one checkpoint")
-    show.add_argument("folder", type=Path, help="a step folder")
-    show.set_defaults(run="show")
-    prune = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes")
-    prune.add_argument("folder", type=Path, help="the checkpoint folder of a run that is not training now")
-    prune.add_argument("--keep-latest-k", type=positive, required=True, help="newest ones that stay")
-    prune.add_argument("--keep-every", type=positive, default=0, help="multiples of this step stay")
-    prune.add_argument("--keep-best-k", type=positive, default=0, help="lowest validation losses that stay")
-    prune.add_argument("--yes", action="store_true", help="remove them")
-    prune.set_defaults(run="prune")
+        parser_of.set_defaults(run=list_steps, read_contents=read_contents)
+    showing = kinds.add_parser("show", help="meta and tensors of one checkpoint")
+    showing.add_argument("folder", type=Path, help="a step folder")
+    showing.set_defaults(run=show)
+    pruning = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes")
+    pruning.add_argument("folder", type=Path, help="the checkpoint folder of a run that is not training now")
+    pruning.add_argument("--keep-latest-k", type=positive, required=True, help="newest ones that stay")
+    pruning.add_argument("--keep-every", type=positive, default=0, help="multiples of this step stay")
+    pruning.add_argument("--keep-best-k", type=positive, default=0, help="lowest validation losses that stay")
+    pruning.add_argument("--yes", action="store_true", help="remove them")
+    pruning.set_defaults(run=prune)
     return parser

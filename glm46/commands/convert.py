@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.config.options import VerbParser, above_zero, verb_parser
+from glm46.storage.huggingface.hub import fetch_options
 from glm46.storage.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
 
 _ON_HUB = {"model", "base", "adapter", "tokenizer", "checkpoint", "config"}
@@ -17,10 +18,8 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
-    from glm46.storage.huggingface.hub import fetch_options  # --help does not need the hub
-
     fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
-    from glm46.operate.models.conversions import convert
+    from glm46.operate.models.conversions import convert  # torch: refusals come before it
 
     return convert(arguments)
 

@@ -2,14 +2,7 @@
 
 from collections.abc import Sequence
 
-from glm46.compute.distributed.environment import launched_world_size
-from glm46.engine.evaluation.task_names import TASKS
-from glm46.operate.launch.ranks import start_ranks
 from glm46.operate.models.evaluate_options import evaluate_parser, stated_sources
-from glm46.storage.huggingface.hub import fetch_options, with_folders
-
-_TASKS_SECONDS = 3600
-"""Longest time for rank 0 to read the tasks of lm-eval and their data, while the other ranks wait."""
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
@@ -20,18 +13,12 @@ def evaluate_command(argv: Sequence[str]) -> int:
     """
     arguments = evaluate_parser().parse_args(list(argv))
     sources = stated_sources(arguments)
-    if launched_world_size() is None:
-        from glm46.operate.models.evaluate_options import check_evaluation
+    from glm46.operate.models.evaluate_start import start_evaluation  # numpy and jinja2: --help needs neither
 
-        check_evaluation(arguments, sources)
-    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
-    code = start_ranks("evaluate", with_folders(argv, folders), arguments)
+    code = start_evaluation(argv, arguments, sources)
     if code is not None:
         return code
-    from glm46.operate.models.evaluate_ranks import evaluate
-    from glm46.operate.models.loaded_model import joined
+    from glm46.operate.models.evaluate_ranks import evaluate  # torch: refusals come before it
 
-    is_standard = not set(arguments.tasks) <= set(TASKS)
-    with joined(_TASKS_SECONDS) if is_standard else joined():
-        evaluate(arguments, sources)
+    evaluate(arguments, sources)
     return 0

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.compute.distributed.environment import launched_world_size
-from glm46.config.errors import UserError
 from glm46.config.options import VerbParser, integer, verb_parser, whole
-from glm46.operate.launch.ranks import add_model_options, processes, start_ranks
+from glm46.operate.launch.model_options import add_model_options
 
 _NEW_TOKENS = 128
 _NEW_TOKENS_OF_AN_ANSWER = 1024
@@ -22,27 +20,14 @@ def generate_command(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(list(argv))
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = _NEW_TOKENS if arguments.prompt else _NEW_TOKENS_OF_AN_ANSWER
-    from glm46.operate.models.generate_prompts import check_generation, raise_for_options, read_tools
-    from glm46.storage.huggingface.hub import fetch_options, with_folders
+    from glm46.operate.models.generate_start import start_generation  # numpy and jinja2: --help needs neither
 
-    raise_for_options(arguments)
-    arguments.tools = () if arguments.tools is None else read_tools(arguments.tools)
-    is_chat = not arguments.prompt
-    if is_chat and (count := processes(arguments)) > 1:
-        raise UserError(
-            f"--chat without --prompt: talks in one process, not in {count}; unset NGPU, leave out --nproc, or serve "
-            "the model (docs/deployment.md)"
-        )
-    if launched_world_size() is None:
-        check_generation(arguments)
-    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
-    if (code := start_ranks("generate", with_folders(argv, folders), arguments)) is not None:
+    code = start_generation(argv, arguments)
+    if code is not None:
         return code
-    from glm46.operate.models.generate_ranks import chat, generate
-    from glm46.operate.models.loaded_model import joined
+    from glm46.operate.models.generate_ranks import generate  # torch: refusals come before it
 
-    with joined():
-        (chat if is_chat else generate)(arguments)
+    generate(arguments)
     return 0
 
 

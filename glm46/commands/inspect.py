@@ -23,10 +23,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=integer, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with, as in their recipe")
     arguments = parser.parse_args(argv)
-    # Imported here: --help needs no numpy.
-    from glm46.operate.models.inspection import show_folder
-    from glm46.storage.huggingface.hub import fetch_options
+    from glm46.operate.models.inspection import show_folder  # numpy: --help needs none
 
-    fetch_options(arguments, "tokenizer")
     show_folder(arguments)
     return 0

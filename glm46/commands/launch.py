@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 from glm46.config.options import process_count, whole
@@ -45,13 +44,6 @@ def launch_command(argv: Sequence[str]) -> int:
     parser.add_argument("--from-hostfile", type=whole(0), help=argparse.SUPPRESS)
     parser.add_argument("--known-step", type=whole(0), default=0, help=argparse.SUPPRESS)
     arguments, overrides = parse_with_overrides(parser, argv, is_start=True)
-    # Imported here: --help takes half the time without them.
-    if arguments.hostfile is not None and arguments.from_hostfile is None:
-        from glm46.operate.launch.launch_hosts import launch_hosts
+    from glm46.operate.launch.launch_run import launch  # --help takes half the time without it
 
-        return launch_hosts(arguments, overrides)
-    from glm46.operate.launch.one_node import launch_here
-    from glm46.operate.launch.torchrun import LauncherSignals
-
-    with closing(LauncherSignals()) as signals:
-        return launch_here(arguments, overrides, signals)
+    return launch(arguments, overrides)

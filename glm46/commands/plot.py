@@ -6,8 +6,7 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.options import require_picture, verb_parser
-from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
-from glm46.engine.observe.plots import Run, draw
+from glm46.engine.observe.history import ROWS_FILE, RunRows, read_history, rows_by_kind
 from glm46.files.local_disk import real_path
 
 _X_AXES = {"tokens": "tokens", "steps": "step"}
@@ -29,6 +28,8 @@ def plot_command(argv: Sequence[str]) -> int:
     output = arguments.output or files[0].parent / "plot.png"
     require_picture("plot", "--output", output, [".png"])
     runs = [_read(file, name) for file, name in zip(files, _names(files), strict=True)]
+    from glm46.engine.observe.plots import draw  # matplotlib is optional: the extra [plot]
+
     try:
         draw(runs, output, (arguments.x, _X_AXES[arguments.x]))
     except OSError as error:
@@ -46,7 +47,7 @@ def _names(files: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(common)) if folder != common else folder.name for folder in folders]
 
 
-def _read(file: Path, name: str) -> Run:
+def _read(file: Path, name: str) -> RunRows:
     try:
         rows = read_history(file)
     except OSError as error:
@@ -56,7 +57,7 @@ def _read(file: Path, name: str) -> Run:
             f"plot: {file}: damaged, or another file: no line of it is a row of metrics; give the job.dump_folder of a "
             "run, or its rows file"
         )
-    run = Run(name, *rows_by_kind(rows))
+    run = RunRows(name, *rows_by_kind(rows))
     if not run.train:
         raise UserError(f"plot: {file}: has no training rows yet; plot it after metrics.log_freq steps")
     return run

@@ -8,6 +8,7 @@ import tomli
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError
+from glm46.config.hub_ids import hub_keys
 from glm46.config.loader import load_config, read_table
 from glm46.config.options import VerbParser, verb_parser
 from glm46.config.overrides import key_parts
@@ -16,7 +17,10 @@ from glm46.config.rules_effect import idle_faults
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate
 from glm46.files.standard_output import print_line
-from glm46.operate.launch.config_options import config_parser, fetched_overrides, parse_with_overrides
+from glm46.operate.launch.config_options import config_parser, parse_with_overrides
+from glm46.operate.launch.fetched_config import fetched_overrides
+from glm46.run.plan import resolve_plan
+from glm46.storage.huggingface.hub import fetched_keys, local_inputs
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -30,13 +34,10 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser = config_parser("prepare")
     parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
     arguments, overrides = parse_with_overrides(parser, argv)
-    # Imported here: --help needs no numpy.
-    from glm46.run.plan import resolve_plan
-    from glm46.storage.huggingface.hub import local_inputs
-    from glm46.storage.prepare.pipeline import prepare_run
-
     fetched = fetched_overrides(load_config(arguments.config, overrides))
     plan = resolve_plan(load_config(arguments.config, [*overrides, *fetched]))
+    from glm46.storage.prepare.pipeline import prepare_run  # numpy: --help and refusals need none
+
     for name, manifest in prepare_run(plan, report=print_line, local_inputs=local_inputs).items():
         validation = manifest.splits["validation"]
         train = manifest.splits["train"]
@@ -45,14 +46,14 @@ def prepare_command(argv: Sequence[str]) -> int:
 
 
 def _prepare_files(argv: Sequence[str]) -> int:
-    from glm46.storage.huggingface.hub import fetched_keys, local_inputs
-    from glm46.storage.prepare.pipeline import prepare_text
-
     arguments = vars(_recipe_parser().parse_args(argv))
     file = arguments.pop("recipe")
     options = {key: _value(key, text) for key, text in arguments.items() if text is not None}
     recipe = read_recipe(file, options)
-    prepare_text(recipe.model_copy(update=fetched_keys(recipe)), report=print_line, local_inputs=local_inputs)
+    recipe = recipe.model_copy(update=fetched_keys(hub_keys(recipe)))
+    from glm46.storage.prepare.pipeline import prepare_text  # numpy: --help and refusals need none
+
+    prepare_text(recipe, report=print_line, local_inputs=local_inputs)
     return 0
 
 

@@ -13,6 +13,7 @@ from glm46.config.loader import read_table
 from glm46.config.options import positive, verb_parser, whole
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.storage.huggingface.hub import fetch_options, local_tokenizer
+from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 
 _COLUMNS = ("logprob", "old", "reference", "ratio", "advantage", "value", "weight")
 
@@ -53,8 +54,6 @@ def describe_rollout(
     Raises:
         UserError: the rollout does not exist, is damaged, or has another tokenizer.
     """
-    from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
-
     journal = folder / FOLDER
     steps = rollout_steps(journal)
     if not steps or (step is not None and step not in steps):

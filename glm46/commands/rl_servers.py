@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.errors import UserError
 from glm46.config.options import positive
-from glm46.engine.observe.peaks import accelerator_of
-from glm46.operate.launch.config_options import config_parser, load_fetched, parse_with_overrides
-from glm46.operate.launch.hostfile import read_hostfile
+from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.ssh_hosts import CONNECTIONS
 
 
@@ -44,31 +41,6 @@ def rl_servers_command(argv: Sequence[str]) -> int:
         "--connect", choices=CONNECTIONS, default="ssh", help="client that starts other hosts; default: ssh"
     )
     arguments, overrides = parse_with_overrides(parser, argv)
-    from glm46.operate.launch.rl_servers import (  # --help needs none of them
-        ServerPlan,
-        cpu_of,
-        folder_of,
-        require_servers,
-        run_servers,
-        show,
-    )
+    from glm46.operate.launch.rl_servers import serve  # --help needs nothing of it
 
-    try:
-        gpu = accelerator_of(arguments.gpu or "H100")
-    except ValueError as error:
-        raise UserError(f"command line: --gpu {error}") from error
-    hosts = read_hostfile(arguments.hosts, "--hosts") if arguments.hosts else []
-    config = load_fetched(arguments.config, overrides, world_size=None)
-    require_servers(config)
-    if not (arguments.gpu or arguments.gpus_per_engine or hosts):
-        gpu = cpu_of(config) or gpu
-    folder = folder_of(config, arguments.folder)
-    servers = ServerPlan(config, hosts, gpu, folder, arguments.gpus_per_engine)
-    print(show(servers), flush=True)
-    if not arguments.run:
-        return 0
-    configured = servers.rollout.urls
-    if {*servers.urls} != {*configured}:
-        difference = f"{list(configured)}, and these servers will be at {servers.urls}"
-        raise UserError(f"rollout.urls: {difference}; correct rollout.urls, or --hosts")
-    return run_servers(servers, arguments.connect)
+    return serve(arguments, overrides)

@@ -4,7 +4,6 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 _LONGEST_VALUE = 60
 
@@ -47,7 +46,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Format a value as TOML writes it, truncated to fit into a message."""
     if isinstance(value, bool):
         text = "true" if value else "false"

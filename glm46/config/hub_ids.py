@@ -1,26 +1,10 @@
 """The keys of a config that are ids of the Hugging Face hub."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from glm46.config.hub_address import HubKey, OnHub, is_hub_address
 from glm46.config.overrides import dotted
-from glm46.config.section import OnHub, Section, is_hub_address
-
-
-class HubKey(NamedTuple):
-    """A key whose value is an id."""
-
-    key: str
-    """Dotted key."""
-    mark: OnHub
-    value: str
-
-    @property
-    def repository(self) -> str:
-        """Owner and name."""
-        hub_id = self.mark.parse(self.value)
-        assert hub_id is not None, f"{self.key} was validated"
-        return hub_id.repository
+from glm46.config.section import Section
 
 
 def hub_keys(section: Section, prefix: tuple[str | int, ...] = ()) -> Iterator[HubKey]:

@@ -156,7 +156,7 @@ def _adapter_without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _not_computed(key: str, value: Any) -> str:
+def _not_computed(key: str, value: object) -> str:
     return f"{key} = {value!r} of the checkpoint: this version computes the model without it; {_REMEDY}"
 
 

@@ -84,7 +84,7 @@ def take_out(table: dict, place: Sequence[str | int]) -> None:
         outer.pop(place[-1], None)
 
 
-def literal(text: str) -> Any:
+def literal(text: str) -> object:
     """Parse a text as a TOML value; return the text itself if it is not one."""
     try:
         parsed = tomli.loads(f"value = {text}")
@@ -119,13 +119,13 @@ def _apply(table: dict, override: Override) -> Fault | None:
     return None
 
 
-def _holds(place: Any, part: str | int) -> bool:
+def _holds(place: object, part: str | int) -> bool:
     if isinstance(part, str):
         return isinstance(place, dict) and part in place
     return isinstance(place, list) and part < len(place)
 
 
-def _no_such_place(key: str, path: list[str | int], place: Any) -> Fault:
+def _no_such_place(key: str, path: list[str | int], place: object) -> Fault:
     name = dotted(path)
     if isinstance(place, list):
         rest = key.removeprefix(f"{name}.")

@@ -6,9 +6,9 @@ A rule about one key is in the type of its field. A rule reads only the config; 
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from glm46.config.faults import Fault, show
 from glm46.config.overrides import key_parts
@@ -106,12 +106,13 @@ def with_value(config: Section, key: str) -> str:
     return key if value is None else f"{key} = {show(value)}{origin}"
 
 
-def _at(section: Section, key: str) -> Any:
-    place: Any = section
+def _at(section: Section, key: str) -> object:
+    place: object = section
     for part in key_parts(key):
-        place = place.get(part) if isinstance(place, dict) else _entry(place, part)
+        if isinstance(place, dict):
+            place = place.get(part)
+        elif isinstance(part, str):
+            place = getattr(place, part, None)
+        else:
+            place = cast(Sequence[object], place)[part]
     return place
-
-
-def _entry(place: Any, part: str | int) -> Any:
-    return place[part] if isinstance(part, int) else getattr(place, part, None)

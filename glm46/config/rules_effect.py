@@ -94,11 +94,11 @@ def _find(root: Section, key: str) -> list[Any]:
     return places
 
 
-def _suffices(need: Needs, value: Any) -> bool:
+def _suffices(need: Needs, value: object) -> bool:
     if need.absent:
         return value is None
     if need.above is not None:
-        return value > need.above
+        return isinstance(value, (int, float)) and value > need.above
     return bool(value) if need.value is None else value in _choices(need)
 
 

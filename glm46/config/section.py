@@ -2,11 +2,9 @@
 
 import ast
 import inspect
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
-from urllib.parse import unquote
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +16,8 @@ from pydantic import (
     WrapValidator,
     field_validator,
 )
+
+from glm46.config.hub_address import HubKind, OnHub, is_hub_address
 
 
 class Removed(NamedTuple):
@@ -54,7 +54,7 @@ class Section(BaseModel):
     read with the key in its new place."""
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+    def __pydantic_init_subclass__(cls, **settings: object) -> None:
         # `python -OO` drops docstrings, which are the documentation of a table here.
         if not cls.__doc__:
             nodes = ast.parse(inspect.getsource(cls)).body
@@ -62,11 +62,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _freeze(cls, value: Any) -> Any:
+    def _freeze(cls, value: object) -> object:
         return _tuples(value)
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
     """Convert arrays to tuples: frozen sections hold tuples, and strict mode does not accept a list for one. Refuse
     integers beyond 64 bits, the range of TOML and of counting tensors."""
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -113,18 +113,9 @@ CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 """A count of at least one; -1 stands for all."""
 
 
-def is_hub_address(address: str) -> bool:
-    """Return True if a text is an address of the Hugging Face hub, well-formed or not. `Path` merges two slashes to
-    one, so one slash is accepted too."""
-    return _HUB_ADDRESS.match(address) is not None
-
-
 def is_huggingface(weights: str) -> bool:
     """Return True if weights are in Hugging Face's format: an id of the hub, or a folder with a config.json."""
     return is_hub_address(weights) or Path(weights, "config.json").is_file()
-
-
-_HUB_ADDRESS = re.compile(r"(hf|huggingface):|(https?:/+)?(www\.)?(huggingface\.co|hf\.co)/", re.IGNORECASE)
 
 
 def _no_url(path: str) -> str:
@@ -137,63 +128,7 @@ LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
 
 
-class HubId(NamedTuple):
-    """Parts of an id of the hub."""
-
-    repository: str
-    revision: str | None
-    """A branch, tag or commit."""
-    path: str | None
-    """File, folder or glob in a data set; None: all of it."""
-
-
-@dataclass(frozen=True)
-class OnHub:
-    """Metadata of a field that takes an id of the hub instead of a folder or file: ``hf://owner/name@revision``, or
-    ``hf://datasets/owner/name@revision/path``. The id is replaced by the local folder before a run begins."""
-
-    kind: Literal["model", "tokenizer", "dataset"]
-
-    def parse(self, address: str) -> HubId | None:
-        """Return the parts of an id; None if it is malformed.
-
-        A revision is read as `huggingface_hub.HfFileSystem` reads it: ``%2F`` stands for a slash, and the special
-        branches ``refs/convert/NAME`` and ``refs/pr/NUMBER`` may contain a plain slash.
-        """
-        match = (_DATASET_ID if self.kind == "dataset" else _MODEL_ID).fullmatch(address)
-        if match is None:
-            return None
-        revision = match["revision"] and unquote(match["revision"])
-        path = match.groupdict().get("path")
-        # Revision and path become parts of paths in the cache.
-        if _leaves_folder(revision) or _leaves_folder(path):
-            return None
-        return HubId(match["repository"], _HUB_ALIASES.get(revision, revision), path)
-
-    @property
-    def form(self) -> str:
-        """Form of an id, for messages."""
-        if self.kind == "dataset":
-            return "hf://datasets/owner/name/file or hf://datasets/owner/name@revision/file, without .. in it"
-        return "hf://owner/name or hf://owner/name@revision"
-
-
-_MODEL_ID = re.compile(r"hf:/+(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>\S+?))?/?")
-_DATASET_ID = re.compile(
-    r"hf:/+datasets/(?P<repository>[\w.-]+/[\w.-]+?)"
-    r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/\s]+))?"
-    r"(?:/(?P<path>.+?))?/?"
-)
-_HUB_ALIASES: dict[str | None, str] = {"~parquet": "refs/convert/parquet"}
-"""Short names that the hub accepts for branches -> the branches."""
-
-
-def _leaves_folder(path: str | None) -> bool:
-    """Return whether a path inside a repository has a part that is empty or `..`."""
-    return path is not None and not {"", ".."}.isdisjoint(path.split("/"))
-
-
-def _on_hub(kind: Literal["model", "tokenizer", "dataset"]) -> AfterValidator:
+def _on_hub(kind: HubKind) -> AfterValidator:
     def check(path: str) -> str:
         if not is_hub_address(path):
             return _no_url(path)
@@ -209,8 +144,10 @@ ModelFolder = Annotated[str, _on_hub("model")]
 DataFile = Annotated[str, _on_hub("dataset")]
 """A file of this machine, or a file of a data set of the hub. The field also has `OnHub`, or its reader takes ids."""
 
+_NumberOrPoints: TypeAlias = float | tuple[tuple[int, float], ...]
 
-def _check_schedule(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+
+def _check_schedule(value: object, validate: ValidatorFunctionWrapHandler) -> _NumberOrPoints:
     # One message instead of one for each branch of the union.
     try:
         schedule = validate(value)
@@ -224,7 +161,7 @@ def _check_schedule(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     )
 
 
-Schedule = Annotated[float | tuple[tuple[int, float], ...], WrapValidator(_check_schedule)]
+Schedule = Annotated[_NumberOrPoints, WrapValidator(_check_schedule)]
 """A number, or points ``[[tokens, value], ...]`` joined by straight lines over the tokens seen since the start of the
 curriculum. Two points with the same token count make a jump; outside the points the nearest value holds."""
 

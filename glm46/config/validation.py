@@ -5,7 +5,6 @@ import re
 import typing
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -66,7 +65,7 @@ def section_of(field: FieldInfo | None) -> type[Section] | None:
     return None if field is None else _section_in(field.annotation)
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def _section_in(annotation: object) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
@@ -105,7 +104,7 @@ def _describe(item: ErrorDetails, root: type[Section]) -> Fault:
     return Fault((key,), f"{key} = {show(value)}: {rule}{hint if kind != 'value_error' else ''}")
 
 
-def _conversion(kind: str, value: Any) -> str:
+def _conversion(kind: str, value: object) -> str:
     """Return a hint how to write the value that was probably meant; empty if unknown."""
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value):_}"

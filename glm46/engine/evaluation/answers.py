@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -65,7 +65,7 @@ class Answers:
         if self._world_size > 1:
             dist.broadcast_object_list([None], src=0)
 
-    def _lead(self, name: str, requests: Sequence[ContinuationRequest | EvaluationPrompt], *more: Any) -> None:
+    def _lead(self, name: str, requests: Sequence[ContinuationRequest | EvaluationPrompt], *more: object) -> None:
         """Run a method on all ranks, with further arguments on rank 0."""
         if self._world_size > 1:
             dist.broadcast_object_list([(name, requests)], src=0)

@@ -1,4 +1,5 @@
-"""Standard tasks of lm-eval, and tasks of the user in the same format, on our models."""
+"""Standard tasks of lm-eval, and tasks of the user in the same format, on our models. Needs lm-eval, which is optional:
+the extra [eval]."""
 
 import logging
 import random
@@ -8,20 +9,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
+from datasets.exceptions import DatasetsError
+from lm_eval import evaluate
+from lm_eval.api import task as lm_eval_task
+from lm_eval.config.task import TaskConfig
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.manager import TaskDict
+from yaml import YAMLError
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
+from glm46.engine.evaluation.answers import Answers
+from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 from glm46.engine.evaluation.task_names import TASKS
-
-if TYPE_CHECKING:
-    from lm_eval.api.task import Task
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks.manager import TaskDict
-
-    from glm46.engine.evaluation.lm_eval_model import LmEvalModel
+from glm46.storage.data.tokenizer import Tokenizer
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -47,10 +52,35 @@ class PromptForm(NamedTuple):
 class StandardTasks:
     """Tasks that are ready to run, with their data loaded."""
 
-    loaded: "TaskDict"
+    loaded: TaskDict
     limit: int | None
     """Maximum number of documents of a task."""
     form: PromptForm
+
+    def run(self, answers: Answers, tokenizer: Tokenizer, positions: int) -> dict[str, Any]:
+        """Return the results: ``figures``, a row for each metric of each task, and ``columns``.
+
+        Args:
+            positions: maximum number of tokens that the model can read.
+
+        Raises:
+            UserError: see `LmEvalModel`.
+        """
+        model = LmEvalModel(answers, tokenizer, positions, thinking=self.form.thinking)
+        options = self.form._asdict()
+        del options["thinking"]
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        state = random.getstate()
+        random.seed(0)  # like the command of lm-eval
+        try:
+            results = evaluate(
+                model, self.loaded, limit=self.limit, log_samples=False, confirm_run_unsafe_code=True, **options
+            )
+        finally:
+            random.setstate(state)
+        figures = _figures(results)
+        return {"figures": figures, "columns": {_column(figure): figure["value"] for figure in figures}}
 
 
 def find_tasks(
@@ -71,8 +101,7 @@ def find_tasks(
         run_code: accept tasks that execute code that the model writes.
 
     Raises:
-        UserError: lm-eval is not installed, a file or folder is missing, a name is not known, or a task cannot be
-            loaded.
+        UserError: a file or folder is missing, a name is not known, or a task cannot be loaded.
     """
     faults = [f"--tasks {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
     faults += [f"--task-folder {folder}: no such folder" for folder in folders if not folder.is_dir()]
@@ -108,9 +137,6 @@ def find_tasks(
 @contextmanager
 def _faults_of_tasks(names: str) -> Iterator[None]:
     """Turn errors of lm-eval, and of the code and templates of tasks, into a UserError."""
-    from datasets.exceptions import DatasetsError
-    from yaml import YAMLError
-
     try:
         yield
     except (
@@ -144,9 +170,6 @@ def _check_content(path: Path, *, is_group: bool) -> None:
     Args:
         is_group: True to accept a group of tasks.
     """
-    from lm_eval.config.task import TaskConfig
-    from lm_eval.tasks._yaml_loader import load_yaml
-
     content = load_yaml(path, resolve_func=False)
     if "group" in content or isinstance(content.get("task"), list):
         if not is_group:
@@ -175,7 +198,7 @@ def _check_content(path: Path, *, is_group: bool) -> None:
             raise UserError(f"--tasks {path}: {fault}")
 
 
-def _try(task: "Task", form: PromptForm) -> None:
+def _try(task: lm_eval_task.Task, form: PromptForm) -> None:
     """Check the metrics of a task: build the requests of a document and score empty answers to them. Raises errors of
     any kind."""
     metrics = task.aggregation()
@@ -201,19 +224,11 @@ def _try(task: "Task", form: PromptForm) -> None:
             metrics[name]([values[name]])
 
 
-def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> "TaskManager":
+def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     """Return the task manager, without the tasks of lm-eval unless one is requested. Raises UserError, see
     `find_tasks`."""
-    try:
-        from lm_eval.api import task
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        near = nearest(names[0], TASKS, 0.5)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(TASKS)};"
-        raise UserError(
-            f"--tasks {names[0]}: unknown task; {hint} other tasks need lm-eval: pip install '.[eval]'"
-        ) from error
-    task.tqdm = partial(task.tqdm, disable=True)  # a bar for each task, in addition to the bars of this package
+    # Its bar for each task would come in addition to the bars of this package.
+    lm_eval_task.tqdm = partial(lm_eval_task.tqdm, disable=True)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn about are refused
     paths = [str(folder) for folder in folders]
     manager = TaskManager(include_path=paths, include_defaults=False)
@@ -233,26 +248,8 @@ def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> "TaskM
     return manager
 
 
-def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:
-    """Return the result of standard tasks: ``figures``, a row for each metric of each task, and ``columns``.
-
-    Raises:
-        UserError: see `LmEvalModel`.
-    """
-    from lm_eval import evaluate
-
-    options = tasks.form._asdict()
-    del options["thinking"]
-    for task in tasks.loaded["tasks"].values():
-        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-    state = random.getstate()
-    random.seed(0)  # like the command of lm-eval
-    try:
-        results = evaluate(
-            model, tasks.loaded, limit=tasks.limit, log_samples=False, confirm_run_unsafe_code=True, **options
-        )
-    finally:
-        random.setstate(state)
+def _figures(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each metric of each task and group."""
     figures = []
     for task, metrics in (results["results"] | results.get("groups", {})).items():
         documents = results["n-samples"].get(task, {}).get("effective")
@@ -261,18 +258,19 @@ def run_tasks(tasks: StandardTasks, model: "LmEvalModel") -> dict[str, Any]:
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            figure = {
-                "task": task,
-                "metric": metric,
-                "filter": filter_name,
-                "examples": examples,
-                "documents": documents,
-            }
             error = metrics.get(f"{metric}_stderr,{filter_name}")
             figures.append(
-                figure | {"value": value, "standard_error": error if isinstance(error, (int, float)) else None}
+                {
+                    "task": task,
+                    "metric": metric,
+                    "filter": filter_name,
+                    "examples": examples,
+                    "documents": documents,
+                    "value": value,
+                    "standard_error": error if isinstance(error, (int, float)) else None,
+                }
             )
-    return {"figures": figures, "columns": {_column(figure): figure["value"] for figure in figures}}
+    return figures
 
 
 def _column(figure: dict[str, Any]) -> str:

@@ -4,10 +4,11 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 
+from glm46.engine.observe.nvml import load_nvml
 from glm46.engine.observe.peaks import find_accelerator
 
 _GIB = 2**30
@@ -82,19 +83,17 @@ class HardwareMonitor:
 def _gpu_sensor(device: torch.device) -> Callable[[], dict[str, float]] | None:
     """Return the NVML sensor of a GPU; None without nvidia-ml-py or if the driver denies access, as in some
     containers."""
-    try:
-        import pynvml
-    except ImportError:
+    nvml = load_nvml()
+    if nvml is None:
         return None
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        return functools.partial(read_sensor, pynvml, handle)
-    except pynvml.NVMLError:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except nvml.NVMLError:
         return None
+    return functools.partial(read_sensor, nvml, handle)
 
 
-def read_sensor(nvml: Any, handle: Any) -> dict[str, float]:
+def read_sensor(nvml: ModuleType, handle: object) -> dict[str, float]:
     """Return values of a GPU by name of their metric; sensors that the board lacks are skipped.
 
     Args:

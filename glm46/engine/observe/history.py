@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from glm46.files.durable import replace_durably
 
@@ -137,6 +138,14 @@ def read_history(path: Path, last_bytes: int | None = None) -> list[dict]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+class RunRows(NamedTuple):
+    """Rows of one run."""
+
+    name: str
+    train: list[dict]
+    validation: list[dict]
 
 
 def rows_by_kind(rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:

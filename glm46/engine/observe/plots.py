@@ -4,36 +4,25 @@ import itertools
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from glm46.engine.observe.console import short_number
+from glm46.engine.observe.history import RunRows
 from glm46.engine.observe.metrics import SHOWN, Shown, find_metric, split_column
 from glm46.files.durable import replace_durably
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _NAN = float("nan")
 
 
-class Run(NamedTuple):
-    """Rows of one run."""
-
-    name: str
-    train: list[dict]
-    validation: list[dict]
-
-
-def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Sequence[Shown] = SHOWN) -> None:
+def draw(runs: Sequence[RunRows], output: Path, x_axis: tuple[str, str], charts: Sequence[Shown] = SHOWN) -> None:
     """Draw the charts for which some run has values, and write the PNG atomically.
 
     Args:
         x_axis: unit and column of the horizontal axis.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
     available = {split_column(column)[0] for run in runs for row in (*run.train, *run.validation) for column in row}
     panels = [
         chart
@@ -62,14 +51,14 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Seq
     save_picture(figure, output)
 
 
-def save_picture(figure: "Figure", output: Path) -> None:
+def save_picture(figure: Figure, output: Path) -> None:
     """Write a picture atomically, in the format of its file extension."""
     picture = BytesIO()
     figure.savefig(picture, format=output.suffix[1:])
     replace_durably(output, [picture.getvalue()])
 
 
-def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None:
+def _draw_run(axes: Axes, panel: Shown, run: RunRows, colour: str, x: str) -> None:
     steps = _values(run.train, (x,))
     columns = (panel.mean or panel.column, panel.column)
     if panel.mean is not None:
@@ -85,7 +74,7 @@ def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None
             axes.annotate(part, (xs[-1], ys[-1]), fontsize=7)
 
 
-def _of_validation(panel: Shown, run: Run) -> list[str]:
+def _of_validation(panel: Shown, run: RunRows) -> list[str]:
     """Return the columns for the points of a chart: the value over all sources, or the values per set without it."""
     available = {column for row in run.validation for column in row}
     if panel.validation is not None and panel.validation in available:
@@ -99,7 +88,7 @@ def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
     return [value if isinstance(value, int | float) else _NAN for value in values]
 
 
-def _label(axes: "Axes", panel: Shown, x_axis: str) -> None:
+def _label(axes: Axes, panel: Shown, x_axis: str) -> None:
     unit = find_metric(panel.column).unit if panel.unit is None else panel.unit
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set_xlabel(x_axis)

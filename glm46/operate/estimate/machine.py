@@ -5,14 +5,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from glm46.config.parallelism import ParallelismConfig
+from glm46.engine.observe.nvml import load_nvml
 from glm46.engine.observe.peaks import find_accelerator
 from glm46.run.layout import fixed_processes, smallest_world
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough to exercise sharding and collectives; more would only split the same cores further."""
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -107,25 +110,20 @@ def _memory(root: Path) -> tuple[int, int]:
 
 
 def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
-    try:
-        import pynvml
-    except ImportError:
+    nvml = load_nvml()
+    if nvml is None:
         return []
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []  # No driver: a machine without a GPU.
-    try:
         gpus = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = _query(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
-            memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
-            uuid = _query(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = _query(nvml.nvmlDeviceGetName, handle, nvml.NVMLError) or "GPU"
+            memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.NVMLError)
+            uuid = _query(nvml.nvmlDeviceGetUUID, handle, nvml.NVMLError) or ""
             gpus.append((uuid, _gpu(name, int(memory.total) if memory else None)))
         return gpus
     finally:
-        pynvml.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
 def _gpu(name: str, memory_bytes: int | None = None) -> Gpu:
@@ -133,7 +131,7 @@ def _gpu(name: str, memory_bytes: int | None = None) -> Gpu:
     return Gpu(name, accelerator.memory_bytes if memory_bytes is None and accelerator else memory_bytes)
 
 
-def _query(question: Callable, handle: object, refused: type[Exception]) -> Any:
+def _query(question: Callable[[object], _Answer], handle: object, refused: type[Exception]) -> _Answer | None:
     """Return NVML's answer, or None if a device does not support the query (memory of unified-memory boards)."""
     try:
         return question(handle)

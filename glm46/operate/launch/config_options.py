@@ -1,23 +1,15 @@
 """The options of verbs that read a config: the file, and overrides of its keys."""
 
 import argparse
-import re
 import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from glm46.compute.distributed.environment import launched_world_size, set_variables
 from glm46.config.options import SCRIPT_VARIABLE, VERBS, VerbParser, verb_parser
-
-if TYPE_CHECKING:  # the classes of keys take longer to import than all before the first line
-    from glm46.config.run_config import RunConfig
-
-_IN_CACHE = re.compile(r"--[^=]+=.*/(?:models|datasets)--[^/]+/snapshots/")
-"""Pattern of an override with a path in the cache of the hub, as `fetched_overrides` makes it."""
 
 
 def config_parser(verb: str) -> VerbParser:
@@ -53,6 +45,7 @@ def parse_with_overrides(
     is_printed = launched_world_size() or set_variables([SCRIPT_VARIABLE]) or "--from-hostfile" in argv
     if is_start and not is_printed:
         print(f"starting     {shlex.join([str(arguments.config), *overrides])}", flush=True)
+    # Imported here: the classes of keys take longer to import than all before the first line.
     from glm46.config.run_config import RunConfig
 
     # Every key has a dot in its name, so a mistyped option is not mistaken for a key; a section may be removed.
@@ -91,7 +84,7 @@ class _KeysHelp(argparse.Action):
 
 def print_keys() -> None:
     """Print each section of a config with its keys: values and default on one line, the meaning below it."""
-    from glm46.config.schema import describe_keys  # only the help needs it
+    from glm46.config.schema import describe_keys  # needs the classes of keys too
 
     width = shutil.get_terminal_size().columns
     is_terminal = sys.stdout.isatty()
@@ -115,44 +108,3 @@ def print_keys() -> None:
             meaning = row.meaning.replace("``", "")
             indent = " " * 6
             print(textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent))
-
-
-def fetched_overrides(config: "RunConfig") -> list[str]:
-    """Fetch the ids of the hub, and return overrides with local folders and files instead; see `fetched_keys`."""
-    from glm46.storage.huggingface.hub import fetched_keys
-
-    return [f"--{key}={path}" for key, path in fetched_keys(config).items()]
-
-
-def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None) -> "RunConfig":
-    """Load a config with local folders and files instead of its ids of the hub, which `RunConfig.ids` keeps. The
-    launcher of several ranks has fetched them already: its overrides name paths in the cache."""
-    from glm46.config.hub_ids import hub_keys
-    from glm46.config.loader import load_config
-
-    config = load_config(path, overrides, world_size=world_size)
-    config_with_ids = config
-    fetched = fetched_overrides(config)
-    cached = [word for word in overrides if _IN_CACHE.match(word)]
-    if fetched:
-        config = load_config(path, [*overrides, *fetched], world_size=world_size)
-    elif cached:
-        uncached = [word for word in overrides if word not in cached]
-        config_with_ids = load_config(path, uncached, world_size=world_size)
-    paths = dict(word[2:].split("=", 1) for word in (*cached, *fetched))
-    # An override may name a folder of another repository than the id.
-    return config.with_ids(
-        {
-            hub_key.key: hub_key.value
-            for hub_key in hub_keys(config_with_ids)
-            if fetched or f"--{hub_key.repository.replace('/', '--')}/" in paths.get(hub_key.key, "")
-        }
-    )
-
-
-def task_module(config: "RunConfig") -> str:
-    """Return the module with the task of a config."""
-    if config.rl is not None:
-        return "glm46.tasks.rl.task"
-    package = "pretrain" if config.finetune is None else "finetune"
-    return f"glm46.tasks.{package}.task"

@@ -1,14 +1,15 @@
 """Compare the installed packages with pyproject.toml: one message about all of them, before any is imported.
 
 ``python -m glm46.operate.launch.environment EXTRA,EXTRA`` exits with 0 if everything fits, else 1; the scripts run it
-with each interpreter that they find. Modules beyond the standard library are imported inside functions, because they
-may be missing.
+with each interpreter that they find. It imports only the standard library at its top: other packages may be missing.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+import tomllib
 
 import glm46
 
@@ -74,9 +75,7 @@ def _requirements(extras: Sequence[str]) -> list[str]:
 
 
 def _project() -> dict:
-    import tomli
-
-    return tomli.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+    return tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
 
 
 if __name__ == "__main__":

@@ -1,53 +1,18 @@
-"""Verbs that run a model on several ranks: their options, and the start of the ranks on this machine."""
+"""Starts the ranks of verbs that run a model, on this machine."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from glm46.compute.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.generation_degrees import Degrees, degree_faults
 from glm46.config.model import ModelShape
-from glm46.config.options import positive
 from glm46.engine.observe.start_times import StartTimes
-
-_PROCESSES = "NGPU"
-"""Variable with the number of processes, which run_train.sh reads too."""
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
-    ranks. Returns the group of the first two, one of which is required."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
-    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
-    parser.add_argument(
-        "--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights, or hf://…"
-    )
-    parser.add_argument("--tokenizer", help="tokenizer file or folder, or hf://…; default: the model's own")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
-    add_rank_options(parser)
-    return source
-
-
-def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--nproc`` and the degrees of parallelism."""
-    _add_nproc(parser)
-    for name, meaning in (
-        ("tensor", "share each matrix"),
-        ("pipeline", "hold different layers"),
-        ("expert", "share the experts, borrowed from the processes of a pipeline stage"),
-    ):
-        parser.add_argument(
-            f"--{name}-parallel-degree", type=positive, default=1, metavar="N", help=f"processes that {meaning}"
-        )
-
-
-def _add_nproc(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nproc", type=positive, metavar="N", help=f"processes, one for each GPU; default: {_PROCESSES}, or 1"
-    )
+from glm46.operate.estimate.machine import detect_machine
+from glm46.operate.launch.model_options import PROCESSES, add_nproc
+from glm46.operate.launch.nodes import Nodes
+from glm46.operate.launch.rendezvous import rendezvous_options
+from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
 
 
 def processes(arguments: argparse.Namespace) -> int:
@@ -56,9 +21,9 @@ def processes(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: it is not a number.
     """
-    ngpu = set_variables([_PROCESSES]).get(_PROCESSES, "1")
+    ngpu = set_variables([PROCESSES]).get(PROCESSES, "1")
     if arguments.nproc is None and not (ngpu.isdecimal() and int(ngpu)):
-        raise UserError(f"{_PROCESSES} = {ngpu}: expected a number of processes; correct it, or give --nproc")
+        raise UserError(f"{PROCESSES} = {ngpu}: expected a number of processes; correct it, or give --nproc")
     return launched_world_size() or arguments.nproc or int(ngpu)
 
 
@@ -89,18 +54,12 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     count = processes(arguments)
     if count == 1:
         return None
-    # Imported here: --help takes less time without them.
-    from glm46.operate.estimate.machine import detect_machine
-    from glm46.operate.launch.nodes import Nodes
-    from glm46.operate.launch.rendezvous import rendezvous_options
-    from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
-
     if arguments.device is not None:
         raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
     share_cores(detect_machine(visible_gpus(), nodes=1).cores, count)
     # Torchrun would read --nproc as an abbreviation of its own options.
     nproc_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_nproc(nproc_parser)
+    add_nproc(nproc_parser)
     _, rank_arguments = nproc_parser.parse_known_args(argv)
     signals = LauncherSignals()
     times = StartTimes("the command")

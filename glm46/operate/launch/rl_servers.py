@@ -1,6 +1,7 @@
 """Inference servers of a run: the commands of vLLM or SGLang, host by host, with the options that the run checks at its
 start, on as many GPUs as hold the model, or on the CPU of this machine."""
 
+import argparse
 import json
 import shlex
 from collections import Counter
@@ -17,12 +18,13 @@ from glm46.config.faults import counted
 from glm46.config.presets import resolve_shape
 from glm46.config.rl_data import PromptsConfig
 from glm46.config.run_config import RunConfig
-from glm46.engine.observe.peaks import Accelerator
+from glm46.engine.observe.peaks import Accelerator, accelerator_of
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.other_networks import inference_bytes
 from glm46.operate.estimate.server_split import ServerSplit, leaves_room, split_model
 from glm46.operate.estimate.units import binary_size
-from glm46.operate.launch.hostfile import Host
+from glm46.operate.launch.fetched_config import load_fetched
+from glm46.operate.launch.hostfile import Host, read_hostfile
 from glm46.operate.launch.nodes import is_loopback
 from glm46.operate.launch.ssh_hosts import HostEnd, HostProcesses, client_words, stoppable
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -44,6 +46,29 @@ _CPU = "CPU"
 _CPU_CACHE = 64 * 2**20
 """Minimum of bytes for keys and values."""
 _DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def serve(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the commands of the servers of a config, and start them with ``--run``; see `rl_servers_command`."""
+    try:
+        gpu = accelerator_of(arguments.gpu or "H100")
+    except ValueError as error:
+        raise UserError(f"command line: --gpu {error}") from error
+    hosts = read_hostfile(arguments.hosts, "--hosts") if arguments.hosts else []
+    config = load_fetched(arguments.config, overrides, world_size=None)
+    require_servers(config)
+    if not (arguments.gpu or arguments.gpus_per_engine or hosts):
+        gpu = cpu_of(config) or gpu
+    folder = folder_of(config, arguments.folder)
+    servers = ServerPlan(config, hosts, gpu, folder, arguments.gpus_per_engine)
+    print(show(servers), flush=True)
+    if not arguments.run:
+        return 0
+    configured = servers.rollout.urls
+    if {*servers.urls} != {*configured}:
+        difference = f"{list(configured)}, and these servers will be at {servers.urls}"
+        raise UserError(f"rollout.urls: {difference}; correct rollout.urls, or --hosts")
+    return run_servers(servers, arguments.connect)
 
 
 class Command(NamedTuple):

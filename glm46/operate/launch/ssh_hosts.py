@@ -121,8 +121,8 @@ def run_on_hosts(
     """
 
     def run(host: Host, command: str) -> HostAnswer:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        client = _start(client_words(host, command, connection), **pipes)
+        words = client_words(host, command, connection)
+        client = _start(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
         code: int | None = None
         try:
             output, errors = client.communicate(timeout=seconds)
@@ -193,10 +193,9 @@ class HostProcesses:
         self._stop_seconds = stop_seconds
         self._events: queue.Queue[tuple[int, str | int]] = queue.Queue(_HELD_LINES)
         self._running = dict[int, subprocess.Popen]()
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             for place, (name, words) in enumerate(commands):
-                self._running[place] = _start(words, **pipes)
+                self._running[place] = _start(words, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
                 thread = threading.Thread(target=self._read, args=(place,), name=f"output of {name}", daemon=True)
                 thread.start()
         except BaseException:
@@ -257,10 +256,10 @@ class HostProcesses:
             self.disconnect()
 
 
-def _start(words: Sequence[str], **pipes: Any) -> subprocess.Popen:
+def _start(words: Sequence[str], *, stdin: int, stderr: int) -> subprocess.Popen:
     """Start a client in a separate session, so that Ctrl-C reaches only this process."""
     try:
-        return subprocess.Popen(words, start_new_session=True, **pipes)
+        return subprocess.Popen(words, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
     except FileNotFoundError as error:
         remedy = "start it in an allocation of Slurm" if words[0] == "srun" else "install the OpenSSH client"
         raise UserError(f"--hostfile: {words[0]} is not on PATH; {remedy}") from error

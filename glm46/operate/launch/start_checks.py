@@ -5,25 +5,9 @@ from pathlib import Path
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
-from glm46.engine.reliability.run_lock import refuse_locked, refuse_small_disk, refuse_unwritable
-from glm46.run.plan import Plan, resolve_plan
+from glm46.engine.reliability.run_lock import refuse_locked, refuse_unwritable
+from glm46.engine.training.origin import refuse_origin
 from glm46.tasks.weights.start_folders import refuse_weights
-
-
-def refuse_alone(config: RunConfig, typed: Start) -> Plan:
-    """Raise the faults of a run of this process alone, and return its plan. Its data must have been prepared.
-
-    Raises:
-        UserError: a folder, the disk, the tokenizer or the data has a fault.
-    """
-    # Imported here: a refusal before this does not need the libraries of the data.
-    from glm46.storage.data.corpus import load_text
-
-    plan = resolve_plan(config, 1)
-    refuse_small_disk(plan, 1)
-    refuse_start(config, typed)
-    load_text(plan)
-    return plan
 
 
 def refuse_start(config: RunConfig, typed: Start) -> None:
@@ -33,8 +17,6 @@ def refuse_start(config: RunConfig, typed: Start) -> None:
     Raises:
         UserError: a folder cannot be used, or is in use.
     """
-    from glm46.engine.training.origin import refuse_origin
-
     try:
         refuse_origin(config)
         refuse_weights(config)
@@ -47,6 +29,6 @@ def refuse_start(config: RunConfig, typed: Start) -> None:
         refuse_unwritable(folder, key)
     refuse_locked(Path(config.job.dump_folder), config.folders_apart)
     if config.rl is not None:
-        from glm46.operate.launch.rl_start import refuse_rl
+        from glm46.operate.launch.rl_start import refuse_rl  # 80 modules that only [rl] needs
 
         refuse_rl(config.rl.resolved())

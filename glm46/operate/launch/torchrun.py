@@ -33,8 +33,6 @@ SAVE_SECONDS = 600
 """Time for ranks to save and exit after a signal, before they are killed."""
 _EXIT_SECONDS = 3
 """Time for ranks to exit after a second signal, before they are killed."""
-_MONITOR_SECONDS = 0.02
-"""Time between two checks of torchrun whether its ranks run."""
 
 
 class End(NamedTuple):
@@ -109,34 +107,22 @@ def run_ranks(options: Sequence[str], command: Sequence[str], signals: LauncherS
         options: of torchrun, see `rendezvous_options`.
         times: times of this start; the ranks report its duration.
     """
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.run import get_args_parser, run
-
-    from glm46.operate.launch.local_rendezvous import register
+    from glm46.operate.launch.torchrun_agent import RendezvousFailed, run_agent  # imports torch, which takes seconds
 
     # Torchrun logs screens about the end of its ranks; one line below replaces them, after the traceback of the rank.
     # Its loggers set their own levels, so logging is disabled for this process, which logs nothing else.
     logging.disable(logging.ERROR)
-    register()
     set_variable(START_TIMES, times.to_text())
-    # A short interval tells the first rank that fails from the ranks that fail because of it.
-    torchrun_options = [*options, f"--monitor-interval={_MONITOR_SECONDS}", "--module", "glm46", *command]
-    arguments = get_args_parser().parse_args(torchrun_options)
-    # Torchrun's signal handlers stay off: they raise in the main thread, which may be in code that no exception
-    # interrupts, and a second signal would end it while ranks save.
-    arguments.signals_to_handle = ""
     try:
-        run(arguments)
-    except (RendezvousError, DistError) as error:
+        failures = run_agent([*options, "--module", "glm46", *command])
+    except RendezvousFailed as error:
         cause = f"rendezvous failed: node 0 left or a node did not join: {error}"
         print(f"error: {cause}", file=sys.stderr)
         return End(EXIT_FAILED_RANK, cause)
-    except ChildFailedError as error:
-        failed_at = min(failure.timestamp for failure in error.failures.values())
-        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        early = {rank: code for rank, code in exit_codes.items() if error.failures[rank].timestamp <= failed_at + 1}
+    if failures:
+        failed_at = min(failure.failed_at for failure in failures.values())
+        exit_codes = {rank: failure.exit_code for rank, failure in failures.items()}
+        early = {rank: code for rank, code in exit_codes.items() if failures[rank].failed_at <= failed_at + 1}
         return _end_of_failure(exit_codes, first_cause(early), signals)._replace(failed_at=failed_at)
     return End(0)
 

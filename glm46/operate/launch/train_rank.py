@@ -8,7 +8,6 @@ from glm46.engine.evaluation.continuation import continue_prompt
 from glm46.engine.observe.observers import observing
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import BuildTask, run
-from glm46.operate.launch.config_options import task_module
 from glm46.storage.chats.chat_template import raise_for_text
 from glm46.tasks.pretrain.task import Pretraining
 from glm46.tasks.weights.weight_folders import WeightFolders
@@ -23,4 +22,5 @@ def _task_builder(config: RunConfig) -> BuildTask:
     """Return the function that builds the task. Pre-training gets the functions that the core does not import."""
     if config.rl is None and config.finetune is None:
         return partial(Pretraining, check_text=raise_for_text, sample=continue_prompt)
-    return import_module(task_module(config)).build_task
+    package = "rl" if config.rl is not None else "finetune"
+    return import_module(f"glm46.tasks.{package}.task").build_task

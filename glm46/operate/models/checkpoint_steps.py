@@ -9,7 +9,6 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.printable import printable
-from glm46.files.durable import FileRecord
 from glm46.storage.checkpoint.folder_kind import Kind, checkpoint_folders, kind_of, require_kind
 from glm46.storage.checkpoint.integrity import (
     META,
@@ -80,7 +79,9 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
     records = records_of(body)
     faults = check_files(path, body)
     if read_contents and not faults:
-        faults = _content_faults(path, records)
+        from glm46.operate.models.checkpoint_contents import content_faults  # imports torch, which a list does not need
+
+        faults = content_faults(path, records)
     meta = {} if check_hash(path / META, records[META]) else read_meta(path)
     return CheckpointSummary(
         path,
@@ -93,16 +94,6 @@ def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
         is_loss_undated=has_undated_loss(body),
         is_good=body.get("good", True),
     )
-
-
-def _content_faults(path: Path, records: dict[str, FileRecord]) -> list[str]:
-    """Return the faults in the bytes and the values of a checkpoint's files."""
-    # Imported here: these import torch, which takes seconds and which a plain list does not need.
-    from glm46.compute.distributed.ranks import ALONE
-    from glm46.storage.checkpoint.finite import stored_not_finite
-
-    faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
-    return faults or stored_not_finite(path, records, ALONE)
 
 
 def list_steps(arguments: argparse.Namespace) -> int:
@@ -137,36 +128,25 @@ def _size(count: int | None) -> str:
 def show(arguments: argparse.Namespace) -> int:
     """Print the meta and the tensors of a checkpoint. Return the exit code."""
     require_kind(arguments.folder, Kind.STEP)
-    # Imported here: it imports torch.
-    from glm46.storage.checkpoint.metadata import METADATA, read_checked_metadata, tensor_entries
-
     body, faults = read_manifest(arguments.folder, step_of(arguments.folder.absolute()))
-    metadata = None
     if body is not None:
-        records = records_of(body)
-        faults = check_files(arguments.folder, body) or [
-            fault for name in (META, METADATA) for fault in check_hash(arguments.folder / name, records[name])
-        ]
-        if not faults:
-            metadata, faults = read_checked_metadata(arguments.folder, records)
-    if metadata is None:
+        faults = check_files(arguments.folder, body)
+    if body is None or faults:
         raise UserError(*faults)
+    from glm46.operate.models.checkpoint_contents import stored_tensors  # imports torch: refusals come before it
+
+    tensors = stored_tensors(arguments.folder, records_of(body))
     for key, value in read_meta(arguments.folder).items():
         text = value if isinstance(value, str) else json.dumps(value)
         if "\n" in text or len(text) > _LONGEST_SHOWN:
             text = f"{len(text):,} characters, in {arguments.folder / META}"
         print(printable(f"{key:20} {text}"))
-    entries = tensor_entries(metadata)
-    total = 0
-    width = max(map(len, entries), default=0)
-    for name, entry in sorted(entries.items()):
-        dtype = entry.properties.dtype
-        nbytes = math.prod(entry.size) * dtype.itemsize
-        total += nbytes
-        shape = " x ".join(map(str, entry.size)) or "scalar"
-        kind = str(dtype).removeprefix("torch.")
-        print(f"{printable(name):{width}}  {kind:9} {shape:24} {_size(nbytes):>10}  {len(entry.chunks)} part(s)")
-    print(f"{len(entries)} tensors, {_size(total)}")
+    width = max((len(tensor.name) for tensor in tensors), default=0)
+    for tensor in tensors:
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        line = f"{tensor.dtype:9} {shape:24} {_size(tensor.bytes):>10}  {tensor.parts} part(s)"
+        print(f"{printable(tensor.name):{width}}  {line}")
+    print(f"{len(tensors)} tensors, {_size(sum(tensor.bytes for tensor in tensors))}")
     return 0
 
 

@@ -1,19 +1,20 @@
-"""Options of ``python -m glm46 evaluate``, and checks before ranks start. Does not import torch."""
+"""Options of ``python -m glm46 evaluate``, and the checks that need only these."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from glm46.config.errors import UserError
-from glm46.config.model import ModelShape
 from glm46.config.options import VerbParser, integer, positive, verb_parser, whole
 from glm46.engine.evaluation.task_names import TASKS, USUAL_TASKS
-from glm46.operate.launch.ranks import add_model_options
+from glm46.operate.launch.model_options import add_model_options
 
 RESULTS = "evaluation.json"
 PICTURE = "evaluation.png"
+
+_Value = TypeVar("_Value")
 
 
 def evaluate_parser() -> VerbParser:
@@ -109,7 +110,7 @@ def _tasks(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split(",")))
 
 
-def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+def _list_of(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
     """Make an option type that parses comma-separated values."""
     return lambda text: tuple(parse(part) for part in text.split(","))
 
@@ -142,63 +143,3 @@ def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
     if len(sources) < len(arguments.data):
         raise UserError(f"--data {' --data '.join(map(str, arguments.data))}: two folders of one name; rename one")
     return sources
-
-
-_LENGTHS = (1024, 2048, 4096)
-"""Default row lengths for a model whose training is unknown."""
-
-
-def check_evaluation(arguments: argparse.Namespace, sources: Mapping[str, Path]) -> None:
-    """Check what the ranks would refuse: folders, degrees, memory, and rows that the model cannot take. For a model on
-    the Hub, only what config.json shows is checked.
-
-    Raises:
-        UserError: the model cannot be evaluated on this machine with these options.
-    """
-    # Imported here: --help needs no numpy.
-    from glm46.engine.inference.stored_model import warn_of_other_tokenizer
-    from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
-    from glm46.storage.data.manifest import load_manifest
-
-    folder = arguments.model or arguments.checkpoint
-    if (model := find_model(folder)) is None:
-        return
-    if "drafts" in arguments.tasks:
-        require_prediction(model.shape, folder)
-    row_lengths(arguments.lengths, None, model.shape.max_position_embeddings)
-    manifests = [load_manifest(source) for source in sources.values()]
-    if not is_on_hub(folder) and not is_on_hub(arguments.tokenizer):
-        from glm46.storage.chats.chat_template import raise_for_source  # needs jinja2, which options do not
-
-        tokenizer = model.tokenizer(arguments.tokenizer)
-        warn_of_other_tokenizer(model, arguments.tokenizer)
-        for manifest in manifests:
-            manifest.require_tokenizer(tokenizer.fingerprint)
-            raise_for_source(manifest, tokenizer)
-    require_fit(arguments, model.shape, drafts="drafts" in arguments.tasks)
-
-
-def require_prediction(shape: ModelShape, folder: Path) -> None:
-    """Raise UserError if the model has no prediction layers, which the task drafts measures."""
-    if not shape.num_nextn_predict_layers:
-        raise UserError(f"--tasks drafts: {folder} has no prediction layers; take another task, or another folder")
-
-
-def row_lengths(configured: tuple[int, ...] | None, window: int | None, positions: int) -> tuple[int, ...]:
-    """Return the configured row lengths, or the default ones.
-
-    Args:
-        window: longest sequence of the training; None if unknown.
-        positions: maximum positions of the model.
-
-    Raises:
-        UserError: a configured length exceeds the model's positions.
-    """
-    too_long = [length for length in configured or () if length > positions]
-    if too_long:
-        raise UserError(
-            f"--lengths {','.join(map(str, too_long))}: the model has {positions} positions (max_position_embeddings); "
-            "take at most that"
-        )
-    usual = _LENGTHS if window is None else (window, 2 * window, 4 * window)
-    return configured or tuple(length for length in usual if length <= positions) or (positions,)

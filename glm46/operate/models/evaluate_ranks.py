@@ -8,29 +8,36 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
+from glm46.config.faults import nearest
 from glm46.engine.evaluation.answers import Answers
 from glm46.engine.evaluation.drafts import Drafts, draft_scores
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position
-from glm46.engine.evaluation.report import draw, table
+from glm46.engine.evaluation.report import table
 from glm46.engine.evaluation.results import Results, measure_rows
 from glm46.engine.evaluation.rows import Measure
-from glm46.engine.evaluation.standard import PromptForm, StandardTasks, find_tasks, run_tasks
 from glm46.engine.evaluation.task_names import TASKS
 from glm46.engine.inference.loading import Loaded
 from glm46.files.progress import tokens_progress
-from glm46.operate.models.evaluate_options import PICTURE, RESULTS, require_prediction, row_lengths
-from glm46.operate.models.loaded_model import digest, files_of, load_model, on_all_ranks
+from glm46.operate.models.evaluate_options import PICTURE, RESULTS
+from glm46.operate.models.evaluate_start import require_prediction, row_lengths
+from glm46.operate.models.loaded_model import digest, files_of, joined, load_model, on_all_ranks
 from glm46.run.curriculum import plan_stages
 from glm46.run.function import config_of_meta
 from glm46.storage.chats.chat_template import find_format, raise_for_source
 from glm46.storage.checkpoint.integrity import read_meta
 from glm46.storage.data.manifest import Manifest, load_manifest
+
+if TYPE_CHECKING:
+    from glm46.engine.evaluation.standard import StandardTasks
+
+_TASKS_SECONDS = 3600
+"""Longest time for rank 0 to read the tasks of lm-eval and their data, while the other ranks wait."""
 
 
 class _Training(NamedTuple):
@@ -46,6 +53,11 @@ class _Training(NamedTuple):
 
 def evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
     """Run the evaluation on this rank. Collective."""
+    with joined() if set(arguments.tasks) <= set(TASKS) else joined(_TASKS_SECONDS):
+        _evaluate(arguments, sources)
+
+
+def _evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
     work = on_all_ranks(lambda: _read(arguments, sources))
     is_first = work.loaded.mesh.rank == 0
     results = work.results
@@ -82,14 +94,9 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
     if work.standard is None:
         answers.follow()
         return None
-    from glm46.engine.evaluation.lm_eval_model import LmEvalModel
-
     model, tokenizer, _ = work.loaded
-    positions = model.shape.max_position_embeddings
     try:
-        return run_tasks(
-            work.standard, LmEvalModel(answers, tokenizer, positions, thinking=work.standard.form.thinking)
-        )
+        return work.standard.run(answers, tokenizer, model.shape.max_position_embeddings)
     finally:
         answers.end()
 
@@ -103,7 +110,7 @@ class _Work(NamedTuple):
     results: Results
     """Stored in a file on rank 0 only."""
     has_standard: bool
-    standard: StandardTasks | None
+    standard: "StandardTasks | None"
     """None on ranks other than 0."""
 
 
@@ -139,13 +146,21 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     return _Work(loaded, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
 
 
-def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
+def _find_standard(arguments: argparse.Namespace) -> "StandardTasks | None":
     """Find the requested lm-eval tasks on rank 0; None on other ranks, or without such tasks."""
     names = [name for name in arguments.tasks if name not in TASKS]
     if not names:
         return None
     if launched_world_size() is not None and launched_rank() != 0:
         return None
+    try:
+        from glm46.engine.evaluation.standard import PromptForm, find_tasks  # lm-eval is optional: the extra [eval]
+    except ImportError as error:
+        near = nearest(names[0], TASKS, 0.5)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(TASKS)};"
+        raise UserError(
+            f"--tasks {names[0]}: unknown task; {hint} other tasks need lm-eval: pip install '.[eval]'"
+        ) from error
     form = {name: getattr(arguments, name) for name in PromptForm._fields}
     if form["fewshot_as_multiturn"] is None:
         form["fewshot_as_multiturn"] = arguments.apply_chat_template
@@ -227,6 +242,8 @@ def _show(arguments: argparse.Namespace, scores: Mapping[str, Any], window: int 
     if find_spec("matplotlib") is None:
         print(f"no {PICTURE}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
         return
+    from glm46.engine.evaluation.pictures import draw  # optional: the extra [plot]
+
     picture = arguments.output / PICTURE
     try:
         draw(scores, str(arguments.model or arguments.checkpoint), window, picture)

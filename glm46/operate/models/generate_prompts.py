@@ -1,20 +1,14 @@
-"""Converts the prompts of ``python -m glm46 generate`` to tokens, and checks options before ranks start. Does not
-import torch."""
+"""Options of ``python -m glm46 generate`` as values: their checks, prompts as tokens, tools. Does not import torch."""
 
 import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
-from glm46.engine.inference.stored_model import warn_of_other_tokenizer
-from glm46.operate.launch.ranks import degrees_of, processes
-from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
-from glm46.run.layout import generation_layout
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts
 from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
@@ -53,36 +47,6 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     if not arguments.chat and not arguments.prompt:
         faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
     raise_if(faults)
-
-
-def check_generation(arguments: argparse.Namespace) -> None:
-    """Check what the ranks would refuse: folder, degrees, memory and prompts. For a model on the Hub, only what
-    config.json shows is checked.
-
-    Raises:
-        UserError: the model cannot run on this machine with these options.
-    """
-    folder = arguments.model or arguments.checkpoint
-    if (model := find_model(folder)) is None:
-        return
-    rows = max(len(arguments.prompt), 1)
-    longest = 1
-    if not is_on_hub(folder) and not is_on_hub(arguments.tokenizer):
-        prompts, _ = read_prompts(arguments, model.tokenizer(arguments.tokenizer), model.shape)
-        warn_of_other_tokenizer(model, arguments.tokenizer)
-        longest = max(map(len, prompts), default=longest)
-    raise_for_length([range(longest)], arguments.max_new_tokens, model.shape.max_position_embeddings)
-    length = longest + arguments.max_new_tokens
-    require_fit(arguments, model.shape, drafts=arguments.speculative, rows=rows, length=length)
-    count = processes(arguments)
-    replicas = generation_layout(degrees_of(arguments, model.shape, count), count).dp_degree
-    if replicas > rows:
-        print(
-            f"{count} processes hold {replicas} copies of the model, for {counted(rows, 'prompt')}: "
-            f"{replicas - rows} of them have nothing to do; give more prompts, raise a degree such as "
-            "--tensor-parallel-degree, or lower --nproc",
-            file=sys.stderr,
-        )
 
 
 def read_prompts(

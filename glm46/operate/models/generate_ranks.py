@@ -12,13 +12,21 @@ from glm46.engine.inference.generation import Continuation, Generation, decoder_
 from glm46.engine.inference.loading import Loaded
 from glm46.engine.inference.sampling import Sampling
 from glm46.operate.models.generate_prompts import raise_for_length, read_prompts
-from glm46.operate.models.loaded_model import load_model, on_all_ranks
+from glm46.operate.models.loaded_model import joined, load_model, on_all_ranks
 from glm46.operate.models.terminal_chat import TerminalChat
 from glm46.run.curriculum import describe_attention
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Generate on this rank. Collective."""
+    """Continue the prompts on this rank; without prompts, run a chat in the terminal. Collective."""
+    with joined():
+        if arguments.prompt:
+            _continue(arguments)
+        else:
+            _chat(arguments)
+
+
+def _continue(arguments: argparse.Namespace) -> None:
     (model, tokenizer, mesh), prompts, stop = on_all_ranks(lambda: _read(arguments))
     if mesh.rank == 0:
         print(_attention(model), file=sys.stderr)
@@ -33,8 +41,7 @@ def generate(arguments: argparse.Namespace) -> None:
         mesh.gather_rows([row.text(stop) for row in local_rows])
 
 
-def chat(arguments: argparse.Namespace) -> None:
-    """Run a chat in the terminal, in one process."""
+def _chat(arguments: argparse.Namespace) -> None:
     loaded, _, stop = _read(arguments)
     positions = loaded.model.shape.max_position_embeddings
 

@@ -17,6 +17,7 @@ from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import open_shard
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.storage.huggingface.hub import fetch_options
 
 
 def show_folder(arguments: Namespace) -> None:
@@ -25,6 +26,7 @@ def show_folder(arguments: Namespace) -> None:
     Raises:
         UserError: the folder is not a source, is damaged, or was made with another tokenizer.
     """
+    fetch_options(arguments, "tokenizer")
     for line in describe(arguments.folder):
         print(printable(line))
     tokenizer = load_tokenizer(arguments.tokenizer)

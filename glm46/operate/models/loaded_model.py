@@ -1,4 +1,4 @@
-"""Loads the model that a verb's options name onto its ranks; see `launch.ranks.add_model_options`."""
+"""Loads the model that a verb's options name onto its ranks; see `launch.model_options.add_model_options`."""
 
 import argparse
 import hashlib
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,6 @@ def files_of(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
 
 
-def digest(content: Any) -> str:
+def digest(content: object) -> str:
     """Return a short hash of a JSON value."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

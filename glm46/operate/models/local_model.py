@@ -16,7 +16,7 @@ from glm46.config.options import VerbParser
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.stored_model import stored_model
-from glm46.operate.launch.ranks import add_model_options
+from glm46.operate.launch.model_options import add_model_options
 from glm46.operate.models.generate_prompts import raise_for_options, read_prompts
 from glm46.operate.models.loaded_model import load_model
 from glm46.operate.models.model_fit import require_fit

@@ -9,8 +9,8 @@ from pathlib import Path
 from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
+from glm46.config.hub_address import is_hub_address
 from glm46.config.model import ModelShape
-from glm46.config.section import is_hub_address
 from glm46.engine.inference.stored_model import StoredModel, alignment_faults, stored_model
 from glm46.operate.estimate.machine import Machine, detect_machine
 from glm46.operate.estimate.memory import PROCESS_BYTES
@@ -43,7 +43,7 @@ def require_fit(
     """Check that a model fits in the memory of this machine.
 
     Args:
-        arguments: parsed options of `launch.ranks.add_model_options`.
+        arguments: parsed options of `launch.model_options.add_model_options`.
         shape: shape of the model.
         drafts: include the prediction layers.
         rows: sequences in the key-value cache, over all processes.

@@ -225,5 +225,5 @@ def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> lis
     return [*faults[:_KEYS_SHOWN], f"{more}; set model.flavor and these keys to the folder's, or take another folder"]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "absent" if value is None else show(value)

@@ -4,12 +4,14 @@ import re
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from glm46.config.errors import UserError, raise_if
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.huggingface.peft_export import CONFIG
+
+_Value = TypeVar("_Value")
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -92,12 +94,12 @@ class PeftConfig:
         return rank, alpha / (sqrt(rank) if self.use_rslora else rank)
 
 
-def _version_of(version: Any) -> tuple[int, int] | None:
+def _version_of(version: object) -> tuple[int, int] | None:
     """Parse the first two numbers of a version such as "0.19.1.dev0@commit"; None if it is absent or something else."""
     match = re.match(r"(\d{1,9})\.(\d{1,9})", version) if isinstance(version, str) else None
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
+def _of(patterns: dict[str, _Value], module: str, default: _Value) -> _Value:
     """Return the value of the first pattern that matches, like `get_pattern_key` of peft 0.21.2."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

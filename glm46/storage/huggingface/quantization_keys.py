@@ -112,7 +112,7 @@ def _unread(table: Mapping[str, Any], allowed: Allowed, prefix: str = "") -> lis
     return lines
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     """Return True for null, false, 0, an empty text or list, and a table of such values."""
     if isinstance(value, Mapping):
         return all(_is_empty(inner) for inner in value.values())

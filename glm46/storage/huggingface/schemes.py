@@ -93,7 +93,7 @@ def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
     return scheme
 
 
-def _read_scheme(config: Any) -> tuple[Scheme | None, list[str]]:
+def _read_scheme(config: Mapping[str, Any]) -> tuple[Scheme | None, list[str]]:
     """Return the scheme and the keys that are not read; None and no keys if the scheme is not supported."""
     try:
         if config["quant_method"] == "fp8":

@@ -4,14 +4,12 @@ else as text.
 math-verify parses ``4 1/5``, ``1.5e3``, units and words as products, so it compares only the rest: expressions.
 """
 
-import math
 import re
 import threading
-from dataclasses import replace
 from fractions import Fraction
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from glm46.storage.judge.expression_digits import deciding_digits
 from glm46.storage.judge.result_sets import Several, bounds_of, several_of, without_variable
 from glm46.storage.judge.result_values import (
     LONGEST,
@@ -24,6 +22,9 @@ from glm46.storage.judge.result_values import (
     words_of,
 )
 from glm46.storage.judge.units import ratio_of
+
+if TYPE_CHECKING:
+    from glm46.storage.judge.math_verify_calls import MathVerify
 
 _LETTER = r"(?<![a-zA-Z\\]){}(?![a-zA-Z])"
 _LETTERS = re.compile(r"(?<=\d) (?=[A-Za-z])")
@@ -39,8 +40,6 @@ _IGNORED = re.compile(
     r"'|(?<!matrix\})\^\s*\{?\s*(?:T|\*|\\top|\\prime)|\.\.|…|\\[lc]?dots|\d\s*_\s*\{?\s*(\w+)|\\[pb]?mod|\d(?:st|nd|rd|th)\b"
 )
 """Primes, bases, dots and similar marks, which math-verify ignores: results differ unless both have the same."""
-_MAX_DIGITS = 20_000
-"""Limit of digits for a numerical comparison; expressions that need more are equal only if they are identical."""
 _TOO_LARGE = re.compile(r"\^\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!|\^\s*\{[^{}]*\^|\d\s*\^\s*\{?\s*\{?\d+\s*\}?\s*\^")
 
 
@@ -94,10 +93,10 @@ def result_fault(result: str) -> str | None:
         return "its braces do not match"
     if quantity_of(text) or several_of(text) or has_words(text) or len(text) == 1:
         return None
-    verify = load_math_verify()
-    if verify is None or len(text) > LONGEST or _TOO_LARGE.search(text):
+    library = load_math_verify()
+    if library is None or len(text) > LONGEST or _TOO_LARGE.search(text):
         return None
-    parsed = verify[0](_expression(text), _limit(3))
+    parsed = library.parse(_expression(text), _limit(3))
     return None if any(not isinstance(part, str) for part in parsed) else "is no expression that can be read"
 
 
@@ -191,26 +190,10 @@ def _expression(text: str) -> str:
 def _verified(result: str, other: str, seconds: int) -> bool | None:
     """Return True if math-verify reports two results as equal; None if it is not installed or cannot parse one of
     them."""
-    verify = load_math_verify()
-    if verify is None or _TOO_LARGE.search(f"{result} | {other}"):
+    library = load_math_verify()
+    if library is None or _TOO_LARGE.search(f"{result} | {other}"):
         return None
-    limit = _limit(seconds)
-    first = [_with_imaginary(part) for part in verify[0](_expression(result), limit)]
-    second = [_with_imaginary(part) for part in verify[0](_expression(other), limit)]
-    if not first or not second:
-        return None
-    digits = deciding_digits([*first, *second])
-    if digits > _MAX_DIGITS:
-        return first == second
-    return bool(verify[1](second, first, numeric_precision=math.ceil(digits), timeout_seconds=limit))
-
-
-def _with_imaginary(part):
-    """Replace a free symbol i in a result of math-verify by the imaginary unit."""
-    from sympy import Expr, I
-
-    letters = {symbol: I for symbol in part.free_symbols if symbol.name == "i"} if isinstance(part, Expr) else {}
-    return part.subs(letters) if letters else part
+    return library.are_equal(_expression(result), _expression(other), _limit(seconds))
 
 
 def math_verify_version() -> str | None:
@@ -221,17 +204,13 @@ def math_verify_version() -> str | None:
         return None
 
 
-def load_math_verify():
-    """Return a function from text and seconds to the results of math-verify, and its verify; None where it is not
-    installed. The first call may take seconds."""
+def load_math_verify() -> "MathVerify | None":
+    """Return the library; None where it is not installed. The first call may take seconds."""
     try:
-        from math_verify import LatexExtractionConfig, parse, verify
+        from glm46.storage.judge.math_verify_calls import MathVerify  # optional: the extra [rl]
     except ImportError:
         return None
-    # With units math-verify would remove letters at the end of an expression that could be units, such as the t of 3t.
-    config = LatexExtractionConfig()
-    config = replace(config, normalization_config=replace(config.normalization_config, units=False))
-    return lambda text, seconds: parse(f"\\boxed{{{text}}}", [config], parsing_timeout=seconds), verify
+    return MathVerify()
 
 
 def _limit(seconds: int) -> int | None:

@@ -6,17 +6,16 @@ fixed number all tiny results would be equal, such as ``2**-98`` and ``2**-99``.
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sympy import Basic, MatrixBase
+from sympy import Basic, Float, MatrixBase, Pow, Rational, exp, factorial
+from sympy.concrete.expr_with_limits import ExprWithLimits
 
 _RELATIVE_DIGITS = 50
 """Number of digits of irrational values that must agree."""
 _LOG10_2 = math.log10(2)
 
 
-def deciding_digits(expressions: Iterable["Basic | MatrixBase | str"]) -> float:
+def deciding_digits(expressions: Iterable[Basic | MatrixBase | str]) -> float:
     """Return how many digits after the point decide whether these expressions are equal.
 
     This is the number of digits of all their integers, with powers and factorials written out, plus 50. Two different
@@ -26,11 +25,8 @@ def deciding_digits(expressions: Iterable["Basic | MatrixBase | str"]) -> float:
     return _RELATIVE_DIGITS + sum(_size(expression) for expression in expressions if not isinstance(expression, str))
 
 
-def _size(expression: "Basic | MatrixBase") -> float:
+def _size(expression: Basic | MatrixBase) -> float:
     """Return an upper bound on the decimal digits of the numerator and the denominator of an expression."""
-    from sympy import Float, MatrixBase, Pow, Rational, exp, factorial
-    from sympy.concrete.expr_with_limits import ExprWithLimits
-
     if isinstance(expression, MatrixBase):
         return sum(_size(entry) for entry in expression.flat())
     if isinstance(expression, Rational):
@@ -59,10 +55,8 @@ def _integer_digits(number: int) -> float:
     return math.ceil(int(number).bit_length() * _LOG10_2)
 
 
-def _magnitude(number: "Basic") -> float:
+def _magnitude(number: Basic) -> float:
     """Return the absolute value of a constant; 1 for expressions with symbols, sums or integrals."""
-    from sympy.concrete.expr_with_limits import ExprWithLimits
-
     if not getattr(number, "is_number", False) or number.has(ExprWithLimits):
         return 1.0
     try:
@@ -73,7 +67,7 @@ def _magnitude(number: "Basic") -> float:
         return 1.0
 
 
-def _order_of_magnitude(number: "Basic") -> float:
+def _order_of_magnitude(number: Basic) -> float:
     """Return the number of digits before the point of a large value, or of zeros after the point of a small one."""
     magnitude = _magnitude(number)
     return abs(math.log10(magnitude)) if 0 < magnitude < math.inf else 0.0

@@ -13,12 +13,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple, TypeAlias
 
 from glm46.files.scratch import scratch_folder
 from glm46.storage.judge.jail import BUBBLEWRAP, FIRST_FOLDER, filter_of_code, jail_of_code, jailed, places_of
 from glm46.storage.judge.landlock import Access
 
+_File: TypeAlias = IO[bytes] | int
 _OUTPUT_BYTES = 2**21
 """Largest size of each file that a program writes, its output included."""
 _ERROR_BYTES = 4096
@@ -80,14 +81,22 @@ def status_of(process: subprocess.Popen) -> int | None:
 
 @contextmanager
 def limited_process(
-    arguments: Sequence[str], folder: str, cpu_seconds: float, memory_gib: float, **files: Any
+    arguments: Sequence[str],
+    folder: str,
+    cpu_seconds: float,
+    memory_gib: float,
+    *,
+    stdin: _File,
+    stdout: _File,
+    stderr: _File,
+    pass_fds: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen]:
     """Start Python in its own session with the limits of `run_limited`; it is killed at the end of the context.
 
     Args:
         arguments: arguments of Python.
         folder: folder in which it runs.
-        files: standard files and ``pass_fds`` of `subprocess.Popen`.
+        stdin, stdout, stderr, pass_fds: as for `subprocess.Popen`.
     """
     limits = [
         (resource.RLIMIT_CPU, max(1, round(cpu_seconds))),
@@ -98,8 +107,16 @@ def limited_process(
     words = [sys.executable, "-I", "-X", "int_max_str_digits=0", *arguments]  # results may have any number of digits
     access = Access(places_of(words))
     with jailed(jail_of_code(), words, folder, access, limits, filter_of_code()) as start:
-        files["pass_fds"] = (*files.get("pass_fds", ()), *start.descriptors)
-        process = subprocess.Popen(start.words, cwd=FIRST_FOLDER, env={}, start_new_session=True, **files)
+        process = subprocess.Popen(
+            start.words,
+            cwd=FIRST_FOLDER,
+            env={},
+            start_new_session=True,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=(*pass_fds, *start.descriptors),
+        )
     try:
         yield process
     finally:

@@ -112,8 +112,10 @@ def _is_rows(text: str, fields: Fields) -> bool:
     first_rows = []
     with suppress(ValueError):
         for row in islice(json_text.rows(), 2):
+            if not isinstance(row, dict):
+                return False
             first_rows.append(row)
-    if not first_rows or not all(isinstance(row, dict) for row in first_rows):
+    if not first_rows:
         return False
     has_text = isinstance(first_rows[0].get(fields.text), str)
     return has_text or (not fields.json_is_text and (is_array or len(first_rows) == 2))

@@ -4,7 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _READ_CHARACTERS = 1 << 20
 MAX_ROW_CHARACTERS = 1 << 26
@@ -67,7 +67,7 @@ class JsonText:
         self._at += is_next
         return is_next
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """Read the next value.
 
         Raises:
@@ -95,7 +95,7 @@ class JsonText:
             return False
         return self._skip_space() or self.peek() not in ("{", "[")
 
-    def rows(self) -> Iterator[Any]:
+    def rows(self) -> Iterator[object]:
         """Yield all values; for arrays their entries.
 
         Raises:

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
+from pyarrow import types
+
 from glm46.config.errors import UserError
 from glm46.storage.prepare.rows import Fields
 
@@ -26,8 +29,6 @@ def parquet_rows(file: Path, columns: list[str] | None = None) -> Iterator[dict[
     Raises:
         UserError: pyarrow does not read the file.
     """
-    import pyarrow.parquet
-
     with _faults_explained(file), pyarrow.parquet.ParquetFile(file) as table:
         without_nulls = _null_remover(pyarrow.struct(list(table.schema_arrow)))
         for batch in table.iter_batches(_ROWS, columns=columns):
@@ -40,8 +41,6 @@ def text_columns(file: Path, fields: Fields) -> list[str] | None:
     Raises:
         UserError: a column is missing, or pyarrow does not read the file.
     """
-    import pyarrow.parquet
-
     with _faults_explained(file), pyarrow.parquet.ParquetFile(file) as table:
         names = table.schema_arrow.names
     available = f"its columns are {', '.join(names[:8])}"
@@ -58,8 +57,6 @@ def text_columns(file: Path, fields: Fields) -> list[str] | None:
 @contextmanager
 def _faults_explained(file: Path) -> Iterator[None]:
     """Raise UserError for an error of pyarrow; errors of the disk are re-raised as they are."""
-    import pyarrow
-
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
@@ -71,10 +68,8 @@ def _faults_explained(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _null_remover(type_: Any) -> Callable[[Any], Any]:
+def _null_remover(type_: pyarrow.DataType) -> Callable[[Any], Any]:
     """Return a function that removes missing keys from a value of this Arrow type. Nulls in lists and maps are kept."""
-    from pyarrow import types
-
     type_ = getattr(type_, "storage_type", type_)  # storage of an extension type
     if types.is_struct(type_):
         fields = {field.name: _null_remover(field.type) for field in type_}

@@ -19,7 +19,7 @@ from typing import cast
 from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.section import is_hub_address
+from glm46.config.hub_address import is_hub_address
 from glm46.config.text_recipe import Recipe, TextRecipe
 from glm46.files.durable import sync_folder
 from glm46.files.local_disk import leads_nowhere

@@ -16,7 +16,6 @@ from glm46.config.errors import UserError
 from glm46.storage.prepare.compressed import is_compressed, opened
 from glm46.storage.prepare.file_kinds import file_kind, json_kind, refuse_other_format, refuse_rows
 from glm46.storage.prepare.json_rows import LONG_LINE, JsonText, read_line
-from glm46.storage.prepare.parquet_rows import parquet_rows, text_columns
 from glm46.storage.prepare.rows import EMPTY, BadDocument, Document, Fields, read_row
 
 # Target size of a part, the unit of parallel work.
@@ -122,6 +121,8 @@ def _rows(part: InputPart, fields: Fields | None = None) -> Iterator[tuple[str, 
         elif part.kind == "values":
             yield from _values(file)
         else:
+            from glm46.storage.prepare.parquet_rows import parquet_rows, text_columns  # optional: the extra [data]
+
             columns = text_columns(file, fields) if fields is not None else None
             for number, row in enumerate(parquet_rows(file, columns)):
                 yield f"{file} row {number}", row

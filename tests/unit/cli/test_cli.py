@@ -18,9 +18,9 @@ DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
 
 def test_a_missing_package_is_named():
-    code = "import sys; sys.modules['rich.console'] = None; from glm46.cli import main; sys.exit(main(['plot', '-h']))"
+    code = "import sys; sys.modules['pydantic'] = None; from glm46.cli import main; sys.exit(main(['schema']))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert ended.returncode == 2 and "rich is missing" in ended.stderr
+    assert ended.returncode == 2 and "pydantic is missing" in ended.stderr
 
 
 def test_help_lists_the_verbs_and_each_verb_is_one_module(capsys):

@@ -172,7 +172,7 @@ def test_mistakes_of_the_file_are_named_with_their_remedy(file, launcher, capsys
 
 def test_a_run_that_the_machine_cannot_hold_is_refused(file, capsys, monkeypatch):
     small = Machine(cores=1, memory_bytes=2**20, free_bytes=2**20)
-    monkeypatch.setattr("glm46.commands.ablate.detect_machine", lambda gpus: small)
+    monkeypatch.setattr("glm46.operate.ablation.ablation.detect_machine", lambda gpus: small)
     said = "\n".join(faults(capsys, "--config", file(TWO)))
     assert "variant muon: this machine cannot train it" in said and "This machine cannot run it:" in said
 

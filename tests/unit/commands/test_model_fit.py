@@ -84,7 +84,7 @@ GENERATE, EVALUATE = ["generate", "--prompt", "a"], ["evaluate", "--tasks", "gsm
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_work(verb, changes, words, folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("glm46.operate.launch.torchrun.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("glm46.operate.launch.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
     before = {path.name for path in tmp_path.iterdir()} | {"config.json"}
     tokenizer = ["--tokenizer", "builtin"] if verb[0] in ("generate", "evaluate") else []
     assert main([*verb, "--model", folder(**changes), *tokenizer]) == 2

@@ -121,7 +121,9 @@ def test_a_run_is_drawn_with_what_it_optimises(tmp_path, monkeypatch, train, val
     rows += [{"kind": "validation", "step": 3, "tokens": 3, **validation}] if validation else []
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure", lambda **options: figures.append(Figure(**options)) or figures[0])
+    monkeypatch.setattr(
+        "glm46.engine.observe.plots.Figure", lambda **options: figures.append(Figure(**options)) or figures[0]
+    )
     assert main(["plot", str(tmp_path)]) == 0
     assert {axes.get_title("left") for axes in figures[0].axes} == titles
     assert {text.get_text() for axes in figures[0].axes for text in axes.texts} == sets

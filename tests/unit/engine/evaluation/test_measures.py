@@ -14,7 +14,6 @@ from glm46.config.presets import PRESETS
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position, bucket_edges
-from glm46.engine.evaluation.report import draw
 from glm46.engine.evaluation.results import Results, measure_rows
 from glm46.engine.evaluation.rows import build_batch, equal_lengths, held_out
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
@@ -266,13 +265,15 @@ def test_a_model_that_is_trained_for_it_finds_the_needle_and_greedy_decoding_wri
 @pytest.mark.parametrize("exact", [0.0, 0.5])
 def test_a_picture_of_no_exact_answer_shows_how_far_the_answers_are_from_it(exact, monkeypatch, tmp_path):
     figure = pytest.importorskip("matplotlib.figure")
+    from glm46.engine.evaluation import pictures
+
     drawn, real = [], figure.Figure
-    monkeypatch.setattr(figure, "Figure", lambda **options: drawn.append(real(**options)) or drawn[0])
+    monkeypatch.setattr(pictures, "Figure", lambda **options: drawn.append(real(**options)) or drawn[0])
     cells = [
         {"length": length, "depth": depth, "samples": 2, "exact": exact * depth, "answer_loss": 2.0 + depth + length}
         for length in (1, 2) for depth in (0.0, 1.0)
     ]  # fmt: skip
-    draw({"needle": {"cells": cells, "columns": {}}}, "a model", None, tmp_path / "evaluation.png")
+    pictures.draw({"needle": {"cells": cells, "columns": {}}}, "a model", None, tmp_path / "evaluation.png")
     (axes,) = drawn[0].axes
     shown = {text.get_text() for text in axes.texts}
     assert shown == ({"0.00", "0.50"} if exact else {"3.00", "4.00", "5.00"})

@@ -12,12 +12,13 @@ from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.engine.evaluation import results
 from glm46.engine.evaluation.answers import EvaluationPrompt, has_ended, text_of
-from glm46.engine.evaluation.standard import find_tasks
 from glm46.engine.inference.sampling import Sampling
 from glm46.operate.launch.train_rank import train
 from tests.small_run import small_config
 
 pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
+from glm46.engine.evaluation.standard import find_tasks  # noqa: E402 - it imports lm-eval
+
 NAMES = ["next_line", "documentation", "rest_of_line"]
 FOLDER = Path(__file__).parents[3] / "lm_eval_tasks"
 OUR_TASKS = ["--task-folder", str(FOLDER), "--tasks", ",".join(NAMES)]
@@ -335,9 +336,6 @@ _DATA = "dataset_path: json\ndataset_kwargs: {data_files: a.jsonl}\ntest_split: 
     (f"task: a\n{_DATA}output_type: generate_until\ndoc_to_text: x\ndoc_to_target: y\n", "DatasetGenerationError"),
 ])  # fmt: skip
 def test_a_file_that_is_no_task_is_refused_in_one_line(tmp_path, monkeypatch, content, said):
-    pytest.importorskip("lm_eval")
-    from glm46.engine.evaluation.standard import find_tasks
-
     monkeypatch.chdir(tmp_path)
     Path("broken.yaml").write_text(content)
     Path("ends.py").write_text("raise SystemExit(3)\n")

@@ -536,7 +536,7 @@ def test_a_tokenizer_of_another_text_is_warned_of_once(folders, tmp_path, capsys
 
 
 def test_processes_without_a_prompt_are_told(folders, monkeypatch, capsys):
-    monkeypatch.setattr("glm46.commands.generate.start_ranks", lambda *_: 0)
+    monkeypatch.setattr("glm46.operate.models.generate_start.start_ranks", lambda *_: 0)
     command = ["generate", "--model", str(folders[1]), "--prompt", "x", "--max-new-tokens", "1"]
     assert main([*command, "--nproc", "3"]) == 0
     said = capsys.readouterr().err

@@ -25,10 +25,11 @@ from glm46.config.rl import ReferenceConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.operate.estimate.machine import Gpu, Machine
-from glm46.operate.launch import one_node
+from glm46.operate.launch import node_run, one_node
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.environment import unfit_packages
-from glm46.operate.launch.one_node import _refuse_state_folder, describe_next, describe_refusal
+from glm46.operate.launch.next_commands import describe_next
+from glm46.operate.launch.one_node import _refuse_state_folder, describe_refusal
 from glm46.operate.launch.restarts import keep_running
 from glm46.operate.launch.start_checks import refuse_start
 from glm46.operate.launch.torchrun import End, LauncherSignals, describe_exit, run_ranks
@@ -417,7 +418,7 @@ def test_the_first_failure_is_the_end_of_the_run_whichever_torchrun_sees_first(
     def run(_):
         raise ChildFailedError("ranks", failures)
 
-    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("glm46.operate.launch.torchrun_agent.run", run)
     monkeypatch.setattr("logging.disable", lambda _: None)  # it would stay so for the tests after this one
     signals = LauncherSignals()
     try:
@@ -434,7 +435,7 @@ def test_the_first_failure_is_the_end_of_the_run_whichever_torchrun_sees_first(
     (["--rl.environment.function=no_such_module:turn"], ("rl.environment", "no_such_module:turn")),
 ])  # fmt: skip
 def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(one_node, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(node_run, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     config = Path(__file__).parents[4] / "train_configs" / "rl_debug.toml"
     stated = [*stated, f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
     # The weights that it starts from were made by another run, which a fresh clone has not had.
@@ -453,10 +454,10 @@ def test_prompts_of_the_hub_are_fetched_before_they_are_checked(is_there, tmp_pa
     place, asked, started = prompts if is_there else tmp_path / "none.jsonl", [], []
     fetch = lambda stated, mark, option: asked.append((option, str(stated))) or place  # noqa: E731
     monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", fetch)
-    run = lambda _, command, *rest: started.append(command) or one_node.End(2, is_final=True)  # noqa: E731
-    monkeypatch.setattr(one_node, "run_ranks", run)
+    run = lambda _, command, *rest: started.append(command) or End(2, is_final=True)  # noqa: E731
+    monkeypatch.setattr(node_run, "run_ranks", run)
     monkeypatch.setattr("glm46.operate.launch.start_checks.refuse_weights", lambda config: None)
-    monkeypatch.setattr(one_node, "_prepare", lambda plan: None)
+    monkeypatch.setattr(node_run, "_prepare", lambda plan: None)
     address = "hf://datasets/owner/name/prompts.jsonl"
     stated = [f"--rl.prompts.file={address}", f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
     config = prompts.with_name("rl_debug.toml")

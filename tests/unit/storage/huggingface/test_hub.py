@@ -19,8 +19,8 @@ from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import PRESETS
-from glm46.operate.launch import one_node, torchrun
-from glm46.operate.launch.config_options import load_fetched
+from glm46.operate.launch import node_run, one_node, ranks
+from glm46.operate.launch.fetched_config import load_fetched
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import BUILTIN_PATH
 from glm46.storage.huggingface import hub as hub_folders
@@ -29,6 +29,8 @@ from glm46.storage.huggingface.hub import DATASET, MODEL, local_path
 from tests.small_run import small_config
 
 hub_utils = pytest.importorskip("huggingface_hub.utils", reason="not installed; pip install '.[hf]'")
+from glm46.storage.huggingface import hub_files  # noqa: E402 - it imports huggingface_hub
+
 COMMIT = "c" * 40
 FILES = {
     "config.json": b'{"model_type": "glm4_moe"}',
@@ -206,7 +208,7 @@ def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path,
 def test_ranks_get_the_folders_that_were_fetched_once(verb, monkeypatch, tmp_path):
     asked, started = [], []
     monkeypatch.setattr(hub_folders, "local_path", lambda stated, *_: asked.append(stated) or tmp_path / "in_the_cache")
-    monkeypatch.setattr(torchrun, "run_ranks", lambda _, argv, *rest: started.append(argv) or SimpleNamespace(code=0))
+    monkeypatch.setattr(ranks, "run_ranks", lambda _, argv, *rest: started.append(argv) or SimpleNamespace(code=0))
     assert main([*verb, f"--model={HF}", "--tokenizer", f"{HF}@main", "--nproc", "2"]) == 0
     folder = str(tmp_path / "in_the_cache")
     assert started == [[*verb, f"--model={folder}", "--tokenizer", folder]] and len(asked) == 2
@@ -244,9 +246,9 @@ def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tm
     fetch = lambda stated, mark, key: asked.append((key, mark.kind, stated)) or tmp_path / mark.kind  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.setattr(one_node, "refuse_start", lambda *_: None)  # which would read the folder
-    monkeypatch.setattr(one_node, "_prepare", lambda plan: prepared.append(plan.config))
+    monkeypatch.setattr(node_run, "_prepare", lambda plan: prepared.append(plan.config))
     monkeypatch.setattr(
-        one_node, "run_ranks", lambda _, command, *rest: started.append(command) or one_node.End(2, is_final=True)
+        node_run, "run_ranks", lambda _, command, *rest: started.append(command) or node_run.End(2, is_final=True)
     )
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN.format(source="chats"))
@@ -448,14 +450,14 @@ def test_a_cache_without_a_listing_is_not_taken_for_the_whole(variables, tmp_pat
 def test_files_of_a_cache_are_counted_where_the_hub_does_not_answer(tmp_path, monkeypatch, caplog):
     (tmp_path / "a.jsonl").write_text("{}")
     (tmp_path / "b.txt").write_text("b")
-    monkeypatch.setattr(hub_folders, "_snapshot", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(hub_folders, "_hub_answers", lambda _: False)
+    monkeypatch.setattr(hub_files, "_snapshot", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(hub_files, "_hub_answers", lambda _: False)
     assert local_path("hf://datasets/acme/chats/*.jsonl", DATASET, "input =") == tmp_path / "*.jsonl"
     (line,) = caplog.messages
     assert "input = hf://datasets/acme/chats" in line and "only what its cache holds is used (1 file)" in line
-    monkeypatch.setattr(hub_folders, "_hub_answers", lambda _: True)
+    monkeypatch.setattr(hub_files, "_hub_answers", lambda _: True)
     local_path("hf://datasets/acme/chats/*.jsonl", DATASET, "input =")
-    monkeypatch.setattr(hub_folders, "_hub_answers", lambda _: False)
+    monkeypatch.setattr(hub_files, "_hub_answers", lambda _: False)
     local_path("hf://datasets/acme/chats/a.jsonl", DATASET, "input =")  # all that was asked for
     assert len(caplog.messages) == 1
 
@@ -468,4 +470,4 @@ def test_files_of_a_cache_are_counted_where_the_hub_does_not_answer(tmp_path, mo
     (["a/b-00001-of-00002.jsonl.gz"], ["a", "a/*"], ["a/b-00000-of-00002.jsonl.gz"]),
 ])  # fmt: skip
 def test_missing_parts_of_a_series_are_named(files, patterns, missing):
-    assert hub_folders.missing_parts(files, patterns) == missing
+    assert hub_files.missing_parts(files, patterns) == missing

@@ -387,6 +387,7 @@ def test_math_verify_has_time_for_each_of_its_calls(label, seconds, monkeypatch)
 
     library = {"parse": parse, "verify": verify, "LatexExtractionConfig": lambda: Config(normalization_config=Config())}
     monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(**library))
+    monkeypatch.delitem(sys.modules, "glm46.storage.judge.math_verify_calls", raising=False)
     assert maths(answer("\\boxed{y+x}", label), {"timeout_seconds": 10.0}) == 1
     assert set(asked) == {seconds} and sum(asked) < 10
 
