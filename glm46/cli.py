@@ -33,8 +33,8 @@ def run_process() -> int:
     """Run the command line of `sys.argv`, and end this process on signals, which the caller has blocked; returns the
     exit code."""
     # Before the import of the verb, which can take seconds and swallow a KeyboardInterrupt.
-    is_training = sys.argv[1:2] and sys.argv[1] in _TRAIN
-    end_on_signals(code_before_training if is_training else lambda number: EXIT_SIGNAL + number)
+    is_started_again = sys.argv[1:2] and sys.argv[1] in (*_TRAIN, "preflight")  # by job scripts
+    end_on_signals(code_before_training if is_started_again else lambda number: EXIT_SIGNAL + number)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         return main()

@@ -8,10 +8,8 @@ from pathlib import Path
 from glm46.compute.distributed.environment import set_variables
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.config.options import VERBS, positive, process_count, require_writable, verb_parser
-from glm46.operate.cluster.preflight import RANK_SECONDS, STANDARD_OUTPUT, HostExamination
-from glm46.operate.cluster.preflight_hosts import over_ssh
-from glm46.operate.cluster.preflight_ranks import run_rank
+from glm46.config.options import VERBS, process_count, require_writable, verb_parser
+from glm46.operate.cluster.preflight import STANDARD_OUTPUT, Preflight, over_ssh
 from glm46.operate.launch.config_options import parse_with_overrides
 from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes
 
@@ -28,23 +26,19 @@ def preflight_command(argv: Sequence[str]) -> int:
     arguments, overrides = parse_with_overrides(_parser(), argv)
     if arguments.config is None and overrides:
         raise UserError(f"command line: {overrides[0]}: overrides a key of no file; add --config FILE")
-    _check_options(arguments)
+    if arguments.json not in (None, STANDARD_OUTPUT):
+        require_writable("--json", arguments.json)
     config = load_config(arguments.config, overrides, world_size=None) if arguments.config else None
     if arguments.ranks_folder is not None:
-        return run_rank(arguments, config, RANK_SECONDS[arguments.full])
+        from glm46.operate.cluster.rank import run_rank  # it loads torch
+
+        return run_rank(arguments, config)
     if arguments.hostfile is not None:
         if arguments.local:
             raise UserError("command line: --hostfile with --local: one is many hosts, the other this one; remove one")
         return over_ssh(arguments, overrides)
     nodes = Nodes() if arguments.local else detect_nodes(set_variables(VARIABLES), socket.gethostname())
-    return HostExamination(arguments, overrides, config, nodes).run()
-
-
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse an unwritable --json file before the checks run, instead of after them."""
-    file = arguments.json
-    if file is not None and file != STANDARD_OUTPUT:
-        require_writable("--json", file)
+    return Preflight(arguments, overrides, config, nodes).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,5 +66,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one line of JSON; - prints it")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
-    parser.add_argument("--ranks-per-host", type=positive, help=argparse.SUPPRESS)
     return parser

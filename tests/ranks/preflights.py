@@ -1,12 +1,14 @@
 """`python -m glm46 preflight` as a fork, whose ranks are forks too."""
 
+import time
 from collections.abc import Callable
 
 from glm46 import cli
 from glm46.compute.distributed.process import Process
-from glm46.operate.cluster import ranks
+from glm46.operate.cluster import rank as rank_module
 from glm46.operate.cluster.results import Result
 from glm46.run.plan import Plan
+from tests.processes import PROGRAM_SECONDS
 from tests.ranks.forked_launch import ForkedRank, fork_ranks
 
 
@@ -22,10 +24,21 @@ def preflight_with_broken_rank(*argv: str) -> int:
 
     def prepare(rank: int) -> None:
         if rank == 1:
-            ranks.small_steps = _unfinished
+            rank_module.small_steps = _unfinished
 
     return preflight(*argv, prepare=prepare)
 
 
-def _unfinished(plan: Plan, process: Process) -> Result:
+def _unfinished(plan: Plan, process: Process) -> list[Result]:
     raise NotImplementedError("uneven shards")
+
+
+def preflight_with_rank_that_waits(*argv: str) -> int:
+    """As `preflight`; rank 1 does not come to the end of its products, and the others wait for it for some seconds."""
+
+    def prepare(rank: int) -> None:
+        rank_module._WAIT_SECONDS = {False: 3.0}
+        if rank == 1:
+            rank_module.products = lambda group: time.sleep(PROGRAM_SECONDS)
+
+    return preflight(*argv, prepare=prepare)

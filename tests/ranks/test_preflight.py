@@ -1,17 +1,22 @@
-"""`preflight` on two hosts of one rank each, both of which are this machine."""
+"""`preflight` on two hosts of one rank each, both of which are this machine, and ranks that fail."""
 
 import json
 from pathlib import Path
 
 from glm46.config.loader import dump_config
-from glm46.operate.cluster.preflight import RESULTS_FILE
-from glm46.operate.cluster.results import FAIL, PASS
+from glm46.operate.cluster.results import FAIL, PASS, Result
 from tests.processes import free_port
 
 
 def start(server, port: str, node: int, *argv: str, **variables: str):
     environment = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
     return server.start("preflights.preflight", "--nproc", "1", *argv, environment=environment)
+
+
+def results(output: Path, file: Path) -> dict[str, Result]:
+    """The results by their check; the output has no traceback."""
+    assert "Traceback" not in output.read_text()
+    return {row["check"]: Result(**row) for row in json.loads(file.read_text())["results"]}
 
 
 def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, tmp_path):
@@ -21,26 +26,18 @@ def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, t
     options = ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json"))
     first, second = start(server, port, 0, *options), start(server, port, 1, *options, NCCL_ALGO="Tree")
     assert [first.wait(), second.wait()] == [1, 1], first.output.read_text()
-    found = json.loads((tmp_path / "found.json").read_text())
+    rows = [Result(**row) for row in json.loads((tmp_path / "found.json").read_text())["results"]]
     # Other work on this machine may be a warning, and is no failure.
-    kept = json.loads((Path(config.job.dump_folder) / RESULTS_FILE).read_text())
-    assert kept["hosts"] == found["hosts"] and kept["group"] == found["group"]
-    bad = [[r["check"] for r in host["results"] if r["verdict"] == FAIL] for host in found["hosts"]]
-    assert bad == [[], ["NCCL variables", "equal variables"]], first.output.read_text()
-    values = {r["check"]: r["value"] for host in found["hosts"] for r in host["results"]}
-    assert values["shared folder"].endswith("2 of 2 hosts' files seen")
-    group = {r["check"]: r["verdict"] for r in found["group"]}
+    bad = [(row.host.partition(" ")[2], row.check) for row in rows if row.verdict == FAIL]
+    assert bad == [("(node 1)", "NCCL variables"), ("(node 1)", "equal variables")], first.output.read_text()
+    shared = [row.value for row in rows if row.check == "shared folder"]
+    assert len(shared) == 2 and all(value.endswith("2 of 2 hosts' files seen") for value in shared)
+    assert {"clock offset", "product sums", "pairs"} <= {row.check for row in rows if row.host.endswith("(node 1)")}
+    group = {row.check: row.verdict for row in rows if row.host == "all ranks"}
     assert FAIL not in group.values() and {"all-reduce", "all-to-all sums", "small steps"} <= set(group)
     assert "(node 1), NCCL variables: unset it" in first.output.read_text()
+    assert "small steps" not in second.output.read_text()  # the first host shows the results
     assert list(tmp_path.glob(".preflight*")) == []
-
-
-def results(output, found: Path) -> tuple[list[dict], list[dict]]:
-    """Of the only host, and of the group; the output has no traceback."""
-    assert "Traceback" not in output.read_text()
-    content = json.loads(found.read_text())
-    [host] = content["hosts"]
-    return host["results"], content["group"]
 
 
 def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_checked(server, make_config, tmp_path):
@@ -48,21 +45,27 @@ def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_check
     options = ["--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json")]
     started = server.start("preflights.preflight", "--nproc", "3", *options)
     assert started.wait() == 1
-    host, group = results(started.output, tmp_path / "found.json")
-    [layout] = [r for r in host if r["check"] == "layout"]
-    assert layout["verdict"] == FAIL and "4 experts of a layer sharded over 3 ranks" in layout["value"]
-    small = {r["check"]: r for r in group}["small steps"]
-    assert small["verdict"] == PASS and small["value"].endswith("ranks: 3 = replicate 3")
+    found = results(started.output, tmp_path / "found.json")
+    assert found["layout"].verdict == FAIL and "4 experts of a layer sharded over 3 ranks" in found["layout"].value
+    small = found["small steps"]
+    assert small.verdict == PASS and small.value.endswith("ranks: 3 = replicate 3")
 
 
-def test_the_error_of_a_rank_is_a_result_of_its_host_beside_what_was_found_before(server, tmp_path):
+def test_the_error_of_a_rank_is_a_result_beside_what_was_found_before(server, tmp_path):
     options = ["--nproc", "2", "--json", str(tmp_path / "found.json")]
     started = server.start("preflights.preflight_with_broken_rank", *options)
     assert started.wait() == 1
-    host, group = results(started.output, tmp_path / "found.json")
-    [ranks] = [r for r in host if r["check"] == "ranks"]
-    assert ranks["verdict"] == FAIL
-    assert ranks["value"].startswith("rank 1 in small steps: NotImplementedError: uneven shards (preflights.py, line ")
-    assert {r["check"]: r["verdict"] for r in host}["product sums"] == PASS
-    assert {r["check"]: r["verdict"] for r in group}["all-to-all sums"] == PASS
-    assert "error: rank 1 in small steps: NotImplementedError" in started.output.read_text()
+    found = results(started.output, tmp_path / "found.json")
+    assert found["ranks"].verdict == FAIL and "ended with exit code 1" in found["ranks"].value
+    assert found["product sums"].verdict == found["all-to-all sums"].verdict == PASS
+    message = "error: rank 1 in small steps: NotImplementedError: uneven shards (preflights.py, line "
+    assert message in started.output.read_text()
+
+
+def test_the_rank_that_the_others_wait_for_is_named(server, tmp_path):
+    options = ["--nproc", "2", "--json", str(tmp_path / "found.json")]
+    started = server.start("preflights.preflight_with_rank_that_waits", *options)
+    assert started.wait() == 1
+    found = results(started.output, tmp_path / "found.json")
+    assert found["products"].verdict == FAIL and "Ranks 1 failed to pass monitoredBarrier" in found["products"].value
+    assert found["ranks"].verdict == FAIL and "all-reduce" not in found

@@ -2,7 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from glm46.config.faults import counted
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, Result, Subject, limited, run_program
@@ -26,12 +26,27 @@ def gpus(subject: Subject) -> Iterator[Result]:
         else:
             yield Result("GPU", SKIP, "no NVIDIA driver here")
         return
-    if done.code:
-        last_lines = done.output.strip().splitlines()[-1:] or ["nothing"]
+    if done.returncode:
+        last_lines = done.stdout.strip().splitlines()[-1:] or ["nothing"]
         remedy = "the driver does not run: look at dmesg, then REBOOT the host"
-        yield Result("GPU", FAIL, f"nvidia-smi: exit code {done.code}: {last_lines[0]}", "0", remedy)
+        yield Result("GPU", FAIL, f"nvidia-smi: exit code {done.returncode}: {last_lines[0]}", "0", remedy)
         return
-    yield from judge_gpus(done.output, subject.processes)
+    yield from judge_gpus(done.stdout, subject.processes)
+
+
+_CHECKS = {
+    "GPU ECC": (WARN, "on", "nvidia-smi -e 1, then RESET the GPU"),
+    "GPU memory errors": (FAIL, "none uncorrectable since the driver was loaded", "RESET the GPU"),
+    "GPU remapped rows": (FAIL, "none", "pending: RESET the GPU; failure: ISOLATE the host"),
+    "GPU MIG": (FAIL, "off", "nvidia-smi -mig 0"),
+    "GPU persistence": (WARN, "on", "start nvidia-persistenced"),
+    "GPU throttling": (FAIL, "none", "ISOLATE the host, look at its cooling and power"),
+    "GPU temperature": (FAIL, f"<= {_IDLE_CELSIUS} C without load", "look at the cooling; a job may run there"),
+    "GPU memory in use": (FAIL, f"<= {_IDLE_MIB} MiB", "a job runs there: nvidia-smi shows its processes; end it"),
+    "GPU link width": (FAIL, "the device's most", "ISOLATE the host, reseat the GPU"),
+    "GPU recovery": (FAIL, "None", "RESET, REBOOT or ISOLATE, as it says"),
+}
+"""Verdict of a fault, limit and remedy of each check of `_faults`."""
 
 
 def judge_gpus(xml: str, processes: int) -> Iterator[Result]:
@@ -51,97 +66,61 @@ def judge_gpus(xml: str, processes: int) -> Iterator[Result]:
     inventory = f"{len(devices)} x {', '.join(names)}"
     remedy = "a GPU is missing: nvidia-smi -L, dmesg for Xid 79; REBOOT the host, ISOLATE it if the GPU stays away"
     yield limited("GPU count", len(devices) >= processes, inventory, f">= {processes}, one for each rank", remedy)
-    for check, verdict, limit, remedy, judge in _CHECKS:
-        bad = [(number, fault) for number, device in enumerate(devices) if (fault := judge(device))]
+    faults = [_faults(device) for device in devices]
+    for check, (verdict, limit, remedy) in _CHECKS.items():
+        bad = [f"GPU {number}: {device[check]}" for number, device in enumerate(faults) if device[check]]
         if bad:
-            value = ", ".join(f"GPU {number}: {fault}" for number, fault in bad)
-            yield Result(check, verdict, value, limit, remedy)
+            yield Result(check, verdict, ", ".join(bad), limit, remedy)
         elif devices:
             yield Result(check, PASS, counted(len(devices), "GPU"), limit)
 
 
-def _number(text: str | None) -> int | None:
-    match = re.match(r"\d+", text or "")
-    return int(match[0]) if match else None
+def _faults(device: ElementTree.Element) -> dict[str, str]:
+    """Return the fault of a GPU in each of `_CHECKS`; empty without a fault, and for a field that a driver lacks."""
 
+    def text(path: str) -> str:
+        value = (device.findtext(path) or "").strip()
+        return "" if value in ("N/A", "[N/A]") else value
 
-def _not(path: str, good: str) -> Callable[[ElementTree.Element], str]:
-    """Return a judge of a field that must have this value. N/A and absent fields are not judged."""
+    def number(path: str) -> int:
+        match = re.match(r"\d+", text(path))
+        return int(match[0]) if match else 0
 
-    def judge(device: ElementTree.Element) -> str:
-        value = (device.findtext(path) or "N/A").strip()
-        return "" if value in (good, "N/A", "[N/A]") else value
+    def unless(good: str, path: str) -> str:
+        return "" if text(path) == good else text(path)
 
-    return judge
+    def above(maximum: int, unit: str, path: str) -> str:
+        return f"{number(path)} {unit}" if number(path) > maximum else ""
 
-
-def _uncorrectable(device: ElementTree.Element) -> str:
     errors = device.findall("ecc_errors/volatile/*")
-    counts = {error.tag: _number(error.text) or 0 for error in errors if "uncorrectable" in error.tag}
-    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-
-
-def _remapped(device: ElementTree.Element) -> str:
-    names = ("pending", "failure")
-    fields = {name: (device.findtext(f"remapped_rows/remapped_row_{name}") or "No").strip() for name in names}
-    return ", ".join(name for name, value in fields.items() if value == "Yes")
-
-
-def _throttled(device: ElementTree.Element) -> str:
+    uncorrectable = [f"{error.tag} {(error.text or '').strip()}" for error in errors if "uncorrectable" in error.tag]
+    remapped = [name for name in ("pending", "failure") if text(f"remapped_rows/remapped_row_{name}") == "Yes"]
     # Drivers before R535 call this field clocks_throttle_reasons, later ones clocks_event_reasons.
     reasons = device.findall("clocks_event_reasons/*") + device.findall("clocks_throttle_reasons/*")
     active = [reason.tag.partition("_reason_")[2] for reason in reasons if (reason.text or "").strip() == "Active"]
-    return ", ".join(name for name in active if name in _THROTTLES)
-
-
-def _above(path: str, max_value: int, unit: str) -> Callable[[ElementTree.Element], str]:
-    def judge(device: ElementTree.Element) -> str:
-        value = _number(device.findtext(path))
-        return f"{value} {unit}" if value is not None and value > max_value else ""
-
-    return judge
-
-
-def _narrow(device: ElementTree.Element) -> str:
-    widths = "pci/pci_gpu_link_info/link_widths/"
-    width = _number(device.findtext(f"{widths}current_link_width"))
-    max_width = _number(device.findtext(f"{widths}max_link_width"))
-    return f"x{width} of x{max_width}" if width and max_width and width < max_width else ""
-
-
-_CHECKS = (
-    ("GPU ECC", WARN, "on", "nvidia-smi -e 1, then RESET the GPU", _not("ecc_mode/current_ecc", "Enabled")),
-    ("GPU memory errors", FAIL, "none uncorrectable since the driver was loaded", "RESET the GPU", _uncorrectable),
-    ("GPU remapped rows", FAIL, "none", "pending: RESET the GPU; failure: ISOLATE the host", _remapped),
-    ("GPU MIG", FAIL, "off", "nvidia-smi -mig 0", _not("mig_mode/current_mig", "Disabled")),
-    ("GPU persistence", WARN, "on", "start nvidia-persistenced", _not("persistence_mode", "Enabled")),
-    ("GPU throttling", FAIL, "none", "ISOLATE the host, look at its cooling and power", _throttled),
-    (
-        "GPU temperature",
-        FAIL,
-        f"<= {_IDLE_CELSIUS} C without load",
-        "look at the cooling; a job may run there",
-        _above("temperature/gpu_temp", _IDLE_CELSIUS, "C"),
-    ),
-    (
-        "GPU memory in use",
-        FAIL,
-        f"<= {_IDLE_MIB} MiB",
-        "a job runs there: nvidia-smi shows its processes; end it",
-        _above("fb_memory_usage/used", _IDLE_MIB, "MiB"),
-    ),
-    ("GPU link width", FAIL, "the device's most", "ISOLATE the host, reseat the GPU", _narrow),
-    ("GPU recovery", FAIL, "None", "RESET, REBOOT or ISOLATE, as it says", _not("gpu_recovery_action", "None")),
-)
+    width = number("pci/pci_gpu_link_info/link_widths/current_link_width")
+    max_width = number("pci/pci_gpu_link_info/link_widths/max_link_width")
+    return {
+        "GPU ECC": unless("Enabled", "ecc_mode/current_ecc"),
+        "GPU memory errors": ", ".join(error for error in uncorrectable if re.search(r" [1-9]\d*$", error)),
+        "GPU remapped rows": ", ".join(remapped),
+        "GPU MIG": unless("Disabled", "mig_mode/current_mig"),
+        "GPU persistence": unless("Enabled", "persistence_mode"),
+        "GPU throttling": ", ".join(reason for reason in active if reason in _THROTTLES),
+        "GPU temperature": above(_IDLE_CELSIUS, "C", "temperature/gpu_temp"),
+        "GPU memory in use": above(_IDLE_MIB, "MiB", "fb_memory_usage/used"),
+        "GPU link width": f"x{width} of x{max_width}" if 0 < width < max_width else "",
+        "GPU recovery": unless("None", "gpu_recovery_action"),
+    }
 
 
 def nvlink(subject: Subject) -> Iterator[Result]:
     """Check that all NVLinks of each GPU are up."""
     done = run_program(["nvidia-smi", "nvlink", "--status"], _SECONDS) if subject.has_gpu else None
-    if done is None or done.code or "Link" not in done.output:
+    if done is None or done.returncode or "Link" not in done.stdout:
         yield Result("NVLink", SKIP, "no NVLink here" if subject.has_gpu else "no GPU here")
         return
-    yield judge_nvlink(done.output)
+    yield judge_nvlink(done.stdout)
 
 
 def judge_nvlink(output: str) -> Result:
@@ -170,9 +149,9 @@ def diagnostic(subject: Subject) -> Iterator[Result]:
     if done is None:
         yield Result("dcgmi diag", SKIP, "dcgmi is not installed")
         return
-    failed = [" ".join(line.split()) for line in done.output.splitlines() if re.search(r"\bFail\b", line)]
-    value = "; ".join(failed[:3]) or f"exit code {done.code}"
-    is_good = not done.code and not failed
+    failed = [" ".join(line.split()) for line in done.stdout.splitlines() if re.search(r"\bFail\b", line)]
+    value = "; ".join(failed[:3]) or f"exit code {done.returncode}"
+    is_good = not done.returncode and not failed
     remedy = "dcgmi diag -r 3, then ISOLATE the host"
     yield limited("dcgmi diag", is_good, value, "no test fails", remedy)
 

@@ -29,62 +29,43 @@ _SHARED_BYTES_GPU = _GIB
 """Space in /dev/shm for each rank: batches of loader workers, and NCCL's buffers between GPUs without peer access."""
 _FREE_BYTES = _GIB
 
-# Xid errors in NVIDIA's list after which a GPU needs an action; `_XID_WARNINGS` are faults of one application.
 _XID_ACTIONS = {
-    48: "RESET the GPU",
-    54: "ISOLATE the host: power connector",
-    62: "RESET the GPU",
-    64: "RESET the GPU",
-    74: "RESET the GPU: NVLink",
-    79: "REBOOT the host: GPU has fallen off the bus",
-    95: "RESET the GPU",
-    109: "RESET the GPU",
-    110: "RESET the GPU",
-    119: "REBOOT the host: GSP",
-    120: "REBOOT the host: GSP",
-    136: "RESET the GPU",
-    140: "RESET the GPU",
-    143: "RESET the GPU",
-    154: "RESET or REBOOT, as the message says",
+    "RESET the GPU": (48, 62, 64, 95, 109, 110, 136, 140, 143),
+    "RESET the GPU: NVLink": (74,),
+    "RESET or REBOOT, as the message says": (154,),
+    "REBOOT the host: GPU has fallen off the bus": (79,),
+    "REBOOT the host: GSP": (119, 120),
+    "ISOLATE the host: power connector": (54,),
+    "MONITOR this GPU: the fault is of an application, or contained": (13, 31, 43, 45, 63, 92, 94),
 }
-_XID_WARNINGS = (13, 31, 43, 45, 63, 92, 94)
+"""Xid errors in NVIDIA's list by the action that a GPU needs after them; MONITOR is a WARN."""
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 _KERNEL_FAULTS = {
     "out of memory": re.compile(r"Out of memory: Killed process|Memory cgroup out of memory"),
     "disk": re.compile(r"I/O error, dev|blk_update_request: .*error|EXT4-fs error|XFS .*[Cc]orruption|Remounting file"),
     "memory": re.compile(r"Hardware Error|Machine check events logged|EDAC .* UE "),
 }
-_SECONDS = 5.0
-STARTS_PORTS = ("MASTER_PORT", "MASTER_PORT + 1")
-"""Ports of the first start, or of this program, by their names in `Subject.ports`."""
+_DMESG_SECONDS = 5.0
 
 
-def open_files(subject: Subject) -> Iterator[Result]:
-    """Check the limit of open files of a process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _OPEN_FILES_GPU if subject.has_gpu else _OPEN_FILES
-    is_good = soft == resource.RLIM_INFINITY or soft >= needed
-    yield limited(
-        "open files", is_good, _count(soft), f">= {needed:,}", "ulimit -n, or LimitNOFILE of the service that starts it"
-    )
-
-
-def user_processes(subject: Subject) -> Iterator[Result]:
-    """Check the limit of processes and threads of this user."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    is_good = soft == resource.RLIM_INFINITY or soft >= _PROCESSES
-    yield limited("user processes", is_good, _count(soft), f">= {_PROCESSES:,}", "ulimit -u, or nproc in limits.conf")
-
-
-def locked_memory(subject: Subject) -> Iterator[Result]:
-    """Check the limit of locked memory, which InfiniBand needs."""
-    if not (subject.root / "sys/class/infiniband").is_dir():
+def process_limits(subject: Subject) -> Iterator[Result]:
+    """Check the limits of open files, of processes and threads, and of locked memory, which InfiniBand needs."""
+    files = _OPEN_FILES_GPU if subject.has_gpu else _OPEN_FILES
+    remedy = "ulimit -n, or LimitNOFILE of the service that starts it"
+    yield _limit("open files", resource.RLIMIT_NOFILE, files, f">= {files:,}", remedy)
+    remedy = "ulimit -u, or nproc in limits.conf"
+    yield _limit("user processes", resource.RLIMIT_NPROC, _PROCESSES, f">= {_PROCESSES:,}", remedy)
+    if (subject.root / "sys/class/infiniband").is_dir():
+        remedy = "ulimit -l unlimited in limits.conf"
+        yield _limit("locked memory", resource.RLIMIT_MEMLOCK, _LOCKED_BYTES, "unlimited, or >= 16 GiB", remedy)
+    else:
         yield Result("locked memory", SKIP, "no InfiniBand here, which alone needs it")
-        return
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_good = soft == resource.RLIM_INFINITY or soft >= _LOCKED_BYTES
-    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
-    yield limited("locked memory", is_good, value, "unlimited, or >= 16 GiB", "ulimit -l unlimited in limits.conf")
+
+
+def _limit(check: str, kind: int, minimum: int, limit: str, remedy: str) -> Result:
+    soft, _ = resource.getrlimit(kind)
+    is_unlimited = soft == resource.RLIM_INFINITY
+    return limited(check, is_unlimited or soft >= minimum, "unlimited" if is_unlimited else f"{soft:,}", limit, remedy)
 
 
 def shared_memory(subject: Subject) -> Iterator[Result]:
@@ -118,15 +99,13 @@ def names(subject: Subject) -> Iterator[Result]:
     name_by_check = {"own name": socket.gethostname()}
     if subject.nodes > 1:
         name_by_check["first node"] = subject.address
+    # A run on one host uses the loopback address.
+    otherwise = WARN if subject.nodes == 1 else FAIL
     for check, name in name_by_check.items():
         addresses = addresses_of(name)
         shown = f"{name}: {', '.join(addresses) or 'unknown'}"
         remedy = f"add {name} to DNS or to /etc/hosts of all hosts"
-        if check == "own name" and subject.nodes == 1:
-            # A run on one host uses the loopback address.
-            yield limited(check, bool(addresses), shown, "known", remedy, otherwise=WARN)
-            continue
-        yield limited(check, bool(addresses), shown, "known", remedy)
+        yield limited(check, bool(addresses), shown, "known", remedy, otherwise=otherwise)
         if not is_loopback(subject.address) and any(address.startswith("127.") for address in addresses):
             remedy = f"take {name} out of the line of 127.0.1.1 in /etc/hosts: other hosts would be sent to themselves"
             yield Result(check, FAIL, shown, "an address of the network", remedy)
@@ -151,66 +130,49 @@ def ports(subject: Subject) -> Iterator[Result]:
             free.append(str(port))
         except OSError as error:
             key = name.partition(" +")[0]
-            owner = _listener(port)
-            hint = "" if owner else f"; ss -ltnp 'sport = :{port}' as root shows its process"
-            remedy = f"end what has the port, or set another {key} on all hosts{hint}"
             # A run continues without its exporter, and a later restart may find its port free.
-            verdict = FAIL if name in STARTS_PORTS else WARN
+            verdict = FAIL if name == "MASTER_PORT" else WARN
+            remedy = f"end what has the port (ss -ltnp 'sport = :{port}' as root), or set another {key} on all hosts"
             if error.errno == errno.EACCES:
-                owner = ""
                 verdict = FAIL
                 remedy = f"only root opens it: set {key} to 1024 or more on all hosts"
-            yield Result(f"port {name}", verdict, f"{port}: {os.strerror(error.errno or 0)}{owner}", "free", remedy)
+            yield Result(f"port {name}", verdict, f"{port}: {os.strerror(error.errno or 0)}", "free", remedy)
     if free:
         yield Result("ports", PASS, f"{', '.join(free)} are free", "free")
 
 
-def _listener(port: int) -> str:
-    """Return the process that listens on a port as the end of a sentence; empty if ss is not installed or hides it."""
-    done = run_program(["ss", "-Hltnp", f"sport = :{port}"], _SECONDS)
-    match = re.search(r'\("(.+?)",pid=(\d+)', done.output) if done is not None else None
-    return f" by {match[1]}, process {match[2]}" if match else ""
-
-
 def kernel_log(subject: Subject) -> Iterator[Result]:
     """Check the kernel's log since boot for faults of GPUs, memory and disks."""
-    done = run_program(["dmesg"], _SECONDS)
-    if done is None or done.code:
-        reason = "dmesg is not installed" if done is None else done.output.strip().splitlines()[-1]
+    done = run_program(["dmesg"], _DMESG_SECONDS)
+    if done is None or done.returncode:
+        reason = "dmesg is not installed" if done is None else done.stdout.strip().splitlines()[-1]
         yield Result("kernel log", SKIP, f"{reason}; as root, or with kernel.dmesg_restrict = 0")
         return
-    yield from kernel_faults(done.output)
+    yield from kernel_faults(done.stdout)
 
 
 def kernel_faults(log: str) -> Iterator[Result]:
     """Return the results for the text of a kernel log."""
     xids = [(device, int(number)) for device, number in _XID.findall(log)]
-    for number in sorted({number for _, number in xids}):
-        devices = [device for device, xid in xids if xid == number]
-        count = len(devices)
-        value = f"Xid {number} x {count} on {', '.join(sorted(set(devices))[:4])}"
-        if number in _XID_ACTIONS:
-            yield Result("kernel log", FAIL, value, "none", _XID_ACTIONS[number])
-        elif number in _XID_WARNINGS:
-            remedy = "MONITOR this GPU: the fault is of an application, or contained"
-            yield Result("kernel log", WARN, value, "none", remedy)
+    for remedy, numbers in _XID_ACTIONS.items():
+        for number in numbers:
+            devices = [device for device, xid in xids if xid == number]
+            if devices:
+                value = f"Xid {number} x {len(devices)} on {', '.join(sorted(set(devices))[:4])}"
+                yield Result("kernel log", WARN if remedy.startswith("MONITOR") else FAIL, value, "none", remedy)
+    has_faults = bool(xids)
     for kind, pattern in _KERNEL_FAULTS.items():
         lines = [line.strip() for line in log.splitlines() if pattern.search(line)]
         if lines:
+            has_faults = True
             value = f"{kind} x {len(lines)}, last: {lines[-1][:80]}"
             yield Result("kernel log", WARN, value, "none", "MONITOR this host: dmesg -T shows when, and what it hit")
-    if not xids and not any(pattern.search(log) for pattern in _KERNEL_FAULTS.values()):
+    if not has_faults:
         yield Result("kernel log", PASS, "no fault of GPU, memory or disk", "none")
 
 
-def _count(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"
-
-
 HOST_CHECKS = {
-    "open files": open_files,
-    "user processes": user_processes,
-    "locked memory": locked_memory,
+    "process limits": process_limits,
     "/dev/shm": shared_memory,
     "host memory": free_memory,
     "clock": clock,

@@ -1,4 +1,4 @@
-"""Results of checks, and how checks run: each one has a deadline, and any error becomes a result."""
+"""Results of checks, and how the checks of a host run: each has a deadline, and any error becomes a result."""
 
 import subprocess
 import textwrap
@@ -6,9 +6,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.operate.estimate.machine import Machine
@@ -24,6 +23,7 @@ WARN = "WARN"
 FAIL = "FAIL"
 VERDICTS = (PASS, SKIP, WARN, FAIL)
 """Verdicts from the best to the worst; the value of a SKIP is its reason."""
+ALL_RANKS = "all ranks"
 
 
 class Result(NamedTuple):
@@ -36,11 +36,29 @@ class Result(NamedTuple):
     """Value that was measured or found."""
     limit: str = ""
     remedy: str = ""
+    host: str = ALL_RANKS
 
 
-def limited(check: str, is_good: bool, value: str, limit: str, remedy: str, *, otherwise: str = FAIL) -> Result:
+def limited(
+    check: str,
+    is_good: bool,
+    value: str,
+    limit: str,
+    remedy: str,
+    *,
+    otherwise: str = FAIL,
+    host: str = ALL_RANKS,
+) -> Result:
     """Return a PASS, or ``otherwise`` with its remedy."""
-    return Result(check, PASS, value, limit) if is_good else Result(check, otherwise, value, limit, remedy)
+    if is_good:
+        return Result(check, PASS, value, limit, host=host)
+    return Result(check, otherwise, value, limit, remedy, host)
+
+
+def worst(results: Iterable[Result]) -> str:
+    """Return the worst verdict; a SKIP counts as a PASS."""
+    verdicts = {result.verdict for result in results}
+    return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)
 
 
 @dataclass(frozen=True)
@@ -84,73 +102,32 @@ class Subject:
 Check = Callable[[Subject], Iterable[Result]]
 
 
-@dataclass
-class HostReport:
-    """Results and facts of one host."""
-
-    host: str
-    results: list[Result] = field(default_factory=list)
-    facts: dict[str, str] = field(default_factory=dict)
-    """Facts that must be equal on all hosts."""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> "HostReport":
-        """Invert `as_dict`."""
-        return cls(content["host"], [Result(**result) for result in content["results"]], dict(content["facts"]))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dictionary for JSON."""
-        return {"host": self.host, "results": [result._asdict() for result in self.results], "facts": self.facts}
-
-
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return the value of ``work``, which runs in a thread that continues if it does not end in time: storage that
-    hangs cannot be interrupted.
-
-    Raises:
-        TimeoutError: it did not end in time. Errors of ``work`` are raised here.
-    """
-    outcome: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            outcome["value"] = work()
-        except BaseException as error:  # raised below
-            outcome["error"] = error
-            if not isinstance(error, Exception):
-                raise
-
-    thread = threading.Thread(target=run, name="check", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if "error" in outcome:
-        raise outcome["error"]
-    if "value" not in outcome:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return outcome["value"]
-
-
-def _all_of(check: Check, subject: Subject) -> list[Result]:
-    return list(check(subject))
-
-
 def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) -> list[Result]:
     """Return the results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
     results = []
     for name, check in checks.items():
-        try:
-            results += within(seconds, partial(_all_of, check, subject))
-        except UserError as error:
-            results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
-        except BaseException as error:
-            is_host_fault = isinstance(error, (OSError, ValueError))
-            limit = f"{seconds:.0f} s" if isinstance(error, TimeoutError) else "an answer"
-            results.append(
-                Result(name, FAIL, describe_error(error), limit, _HOST_REMEDY if is_host_fault else _CHECK_REMEDY)
-            )
-            if not isinstance(error, Exception):
-                raise
+        check_results: list[Result] = []
+        # A thread that continues if the check does not end: a call to storage that hangs cannot be interrupted.
+        thread = threading.Thread(target=_collect, args=(name, check, subject, check_results), daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            value = f"no answer within {seconds:.0f} s"
+            check_results = [Result(name, FAIL, value, f"{seconds:.0f} s", _HOST_REMEDY)]
+        results += check_results
     return results
+
+
+def _collect(name: str, check: Check, subject: Subject, results: list[Result]) -> None:
+    try:
+        results += list(check(subject))
+    except UserError as error:
+        results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
+    except BaseException as error:
+        remedy = _HOST_REMEDY if isinstance(error, (OSError, ValueError)) else _CHECK_REMEDY
+        results.append(Result(name, FAIL, describe_error(error), "an answer", remedy))
+        if not isinstance(error, Exception):
+            raise
 
 
 def describe_error(error: BaseException) -> str:
@@ -162,26 +139,23 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({Path(place.filename).name}, line {place.lineno})"
 
 
-class CheckEnded(NamedTuple):
-    """Exit code and output of a program."""
-
-    code: int
-    output: str
-    """Standard output and error."""
-
-
-def run_program(command: Sequence[str], seconds: float) -> CheckEnded | None:
-    """Run a program; None if it is not installed.
+def run_program(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
+    """Run a program, and return its end with all its output; None if it is not installed.
 
     Raises:
         TimeoutError: it did not end in time, and was killed.
     """
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            text=True,
+            errors="replace",
         )
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} did not answer within {seconds:.0f} s") from error
-    return CheckEnded(done.returncode, done.stdout.decode(errors="replace"))

@@ -7,13 +7,15 @@ import torch
 
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process
+from glm46.config.check import check_config
+from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import build_network
 from glm46.engine.training.rank_sums import sum_on_host
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.operate.cluster.results import Result, limited
 from glm46.operate.estimate.plan_sizes import describe_layout
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import NextToken
 
@@ -21,6 +23,36 @@ _STEPS = 3
 _NEW_LOSS_TOLERANCE = 0.1
 """Relative tolerance. New weights predict all tokens with about the same probability, so the first loss is near the
 logarithm of the vocabulary's size."""
+
+_SMALL_RUN = """{
+    "job": {"dump_folder": "none"}, "model": {"flavor": "debug"},
+    "data": {"document_mask": true, "sources": [{"name": "random", "path": "none"}]},
+    "training": {"seq_len": 64, "local_batch_size": 1, "steps": 4, "mixed_precision_param": "float32"},
+    "optimizer": {"name": "AdamW", "lr": 1e-3}
+}"""
+
+
+def small_plan(config: RunConfig | None, world_size: int, host_ranks: int | None = None) -> Plan:
+    """Return the plan of a small model on these ranks.
+
+    It has the config's degrees if they fit the model, so that its groups of ranks are the groups that the run will
+    make. Otherwise it has the fewest replicas with even shards. Any number of ranks has such a plan: as many replicas
+    as ranks is the last resort.
+    """
+    kept = (
+        "data_parallel_replicate_degree",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    )
+    degrees = {key: getattr(config.parallelism, key) for key in kept} if config is not None else {}
+    replicas = (count for count in range(1, world_size + 1) if world_size % count == 0)
+    for parallelism in (degrees, *({"data_parallel_replicate_degree": count} for count in replicas)):
+        small = RunConfig.model_validate_json(_SMALL_RUN).model_copy()
+        small = small.model_copy(update={"parallelism": small.parallelism.model_copy(update=parallelism)})
+        if not check_config(small, world_size=world_size):
+            break
+    return resolve_plan(small, world_size, host_ranks=host_ranks)
 
 
 class _SmallTask:
@@ -34,7 +66,7 @@ class _SmallTask:
         self.objectives = {"model": NextToken(network)}
 
 
-def small_steps(plan: Plan, process: Process) -> Result:
+def small_steps(plan: Plan, process: Process) -> list[Result]:
     """Train steps on one batch of random tokens, the same on all ranks: losses must be finite and fall. Collective."""
     task: Any = _SmallTask(plan, process)
     batch = _batch(plan)
@@ -47,7 +79,7 @@ def small_steps(plan: Plan, process: Process) -> Result:
     is_good = losses == sorted(losses, reverse=True) and abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
     value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {describe_layout(plan.layout)}"
     remedy = "products and collectives above say which part is wrong; else report it with the output of --json"
-    return limited("small steps", is_good, value, f"near {expected:.2f} at first, then falling", remedy)
+    return [limited("small steps", is_good, value, f"near {expected:.2f} at first, then falling", remedy)]
 
 
 def _batch(plan: Plan) -> Batch:

@@ -1,8 +1,7 @@
-"""Checks of the folders of a run on one host: rights, speed, free space."""
+"""Checks of the folders of a run: rights, speed, free space."""
 
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from glm46.run.plan import Plan
 
 _GB = 10**9
 _GIB = 2**30
-_CHUNK = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20
 _QUICK_BYTES = 32 * 2**20
 _FULL_BYTES = 2**30
 _SAVE_SECONDS = 300
@@ -27,11 +26,9 @@ _SYNC_SECONDS = 1.0
 _CHECKPOINTS = 3
 """Minimum number of saves that must fit: one kept, one being written, and one to spare."""
 _INODES = 10_000
-_STATES_SECONDS = 60
+STATES_SECONDS = 60
 """Time to read and write the optimizer states of a host, once in each step: as long as a step of a large run. The
 guide's 7 GB/s is the peak of reading from one drive, and does not depend on the run."""
-_STATES_THREADS = 2
-"""Threads of each rank, as in `compute/optim/state_file.py`."""
 
 
 def run_folders(plan: Plan) -> dict[str, Path]:
@@ -51,107 +48,78 @@ def existing(folder: Path) -> Path:
 
 
 def writing(subject: Subject) -> Iterator[Result]:
-    """Check that each folder can be written, renamed in and synced, and how fast."""
-    folders = run_folders(subject.plan) if subject.plan else {"current folder": Path.cwd()}
+    """Check that each folder can be written, renamed in and synced, and whether a checkpoint can be written in time."""
+    plan = subject.plan
+    folders = run_folders(plan) if plan else {"current folder": Path.cwd()}
+    gb_per_second = 0.0
+    if plan is not None and plan.config.checkpoint.enable:
+        gb_per_second = checkpoint_size(plan).total / _SAVE_SECONDS / subject.nodes / _GB
     for key, folder in folders.items():
-        yield from probe_folder(key, folder, *_needs(key, subject))
+        # The ranks measure this one, all at once, as they write their states.
+        needed = 0.0 if key == "optimizer.state_offload_folder" else gb_per_second
+        yield from probe_folder(key, folder, needed, probe_size(is_full=subject.is_full))
 
 
-def _needs(key: str, subject: Subject) -> tuple[float, int, int]:
-    """Return the GB/s that a folder must take from this host, the bytes to try, and the threads that write them."""
-    size = _FULL_BYTES if subject.is_full else _QUICK_BYTES
-    if key == "optimizer.state_offload_folder":
-        states = largest_stage(stage_memory(subject.run)).disk * subject.processes
-        return 2 * states / _STATES_SECONDS / _GB, size, _STATES_THREADS * subject.processes
-    if subject.plan is None or not subject.plan.config.checkpoint.enable:
-        return 0.0, size, 1
-    return checkpoint_size(subject.plan).total / _SAVE_SECONDS / subject.nodes / _GB, size, 1
+def probe_size(*, is_full: bool) -> int:
+    """Return the bytes to write for a measurement."""
+    return _FULL_BYTES if is_full else _QUICK_BYTES
 
 
-def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, threads: int = 1) -> Iterator[Result]:
+def probe_folder(key: str, folder: Path, gb_per_second: float, size: int) -> Iterator[Result]:
     """Return the results for one folder; the files written for it are removed.
 
     Args:
         gb_per_second: minimum speed of writing, synced.
-        size: bytes to write, at least 8 MiB for each thread.
-        threads: number of threads that write at once, each into its own file.
+        size: bytes to write, a multiple of 8 MiB.
     """
     place = existing(folder)
-    name = f".preflight-{uuid.uuid4().hex}"
-    chunk = os.urandom(_CHUNK)
-    drafts = [place / f"{name}.{number}" for number in range(threads)]
-    final = place / f"{name}.done"
-    share = max(size // threads // _CHUNK, 1) * _CHUNK
     if not os.access(place, os.W_OK | os.X_OK):
         yield Result(key, FAIL, f"{place} cannot be written", "writable", "chown the folder, or set another one")
         return
+    draft = place / f".preflight-{uuid.uuid4().hex}"
+    final = draft.with_suffix(".done")
+    chunk = os.urandom(CHUNK_BYTES)
     try:
+        seconds = write_synced(draft, chunk, size)
         began = time.monotonic()
-        _write_all(drafts, chunk, share)
-        seconds = max(time.monotonic() - began, 1e-6)
-        began = time.monotonic()
-        drafts[0].rename(final)
+        draft.rename(final)
         sync_folder(place)
         renamed = time.monotonic() - began
-        intact = _holds(final, chunk)
+        is_intact = _holds(final, chunk)
     except OSError as error:
         remedy = "free space, mount it writable, or set another folder"
         yield Result(key, FAIL, f"{place}: {error.strerror}", "writable", remedy)
         return
     finally:
-        for path in (*drafts, final):
-            path.unlink(missing_ok=True)
-    speed = share * threads / seconds / _GB
-    remedy = f"a checkpoint or a step waits for it; look at the load of {place}, or set another folder"
+        draft.unlink(missing_ok=True)
+        final.unlink(missing_ok=True)
+    speed = size / seconds / _GB
+    remedy = f"a checkpoint waits for it; look at the load of {place}, or set another folder"
     value = f"{place}: {speed:.2f} GB/s written and synced"
     limit = f">= {gb_per_second:.2f} GB/s" if gb_per_second else "writable"
     yield limited(key, speed >= gb_per_second, value, limit, remedy, otherwise=WARN)
     remedy = "the server of the file system is slow: a save syncs hundreds of files"
-    yield limited(
-        f"{key}: sync",
-        renamed <= _SYNC_SECONDS,
-        f"{renamed:.3f} s",
-        f"<= {_SYNC_SECONDS:.0f} s",
-        remedy,
-        otherwise=WARN,
-    )
-    if not intact:
+    limit = f"<= {_SYNC_SECONDS:.0f} s"
+    yield limited(f"{key}: sync", renamed <= _SYNC_SECONDS, f"{renamed:.3f} s", limit, remedy, otherwise=WARN)
+    if not is_intact:
         value = f"{place}: other bytes are read than were written"
-        remedy = "ISOLATE the host, replace the disk"
-        yield Result(key, FAIL, value, "equal", remedy)
+        yield Result(key, FAIL, value, "equal", "ISOLATE the host, replace the disk")
 
 
-def _write_all(paths: list[Path], chunk: bytes, size: int) -> None:
-    """Write all files at once, each in a thread."""
-    errors: list[OSError] = []
-
-    def work(path: Path) -> None:
-        try:
-            _write(path, chunk, size)
-        except OSError as error:
-            errors.append(error)
-
-    # Daemons, unlike the threads of an executor: the program must end although storage does not answer.
-    threads = [threading.Thread(target=work, args=(path,), daemon=True) for path in paths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _write(path: Path, chunk: bytes, size: int) -> None:
+def write_synced(path: Path, chunk: bytes, size: int) -> float:
+    """Write a new file of whole chunks, and sync it; return the seconds."""
+    began = time.monotonic()
     with path.open("xb") as file:
-        for _ in range(0, size, _CHUNK):
+        for _ in range(size // len(chunk)):
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
+    return max(time.monotonic() - began, 1e-6)
 
 
 def _holds(path: Path, chunk: bytes) -> bool:
     with path.open("rb") as file:
-        return all(part == chunk for part in iter(lambda: file.read(_CHUNK), b""))
+        return all(part == chunk for part in iter(lambda: file.read(len(chunk)), b""))
 
 
 def free_space(subject: Subject) -> Iterator[Result]:
@@ -175,13 +143,18 @@ def free_space(subject: Subject) -> Iterator[Result]:
     if config.optimizer.state_offload == "nvme":
         folder = Path(config.optimizer.state_offload_folder or "")
         fault = local_disk_fault(folder)
-        needed = largest_stage(stage_memory(plan)).disk * subject.processes
+        needed = state_bytes(plan) * subject.processes
         if fault is None and shutil.disk_usage(folder).free < needed:
             fault = f"optimizer states need {needed / _GIB:,.2f} GiB"
         message = fault and state_folder_message(folder, fault)
         limit = f"local, {needed / _GIB:,.2f} GiB free"
         remedy = "set another folder on a local disk"
         yield limited("space for optimizer states", fault is None, message or str(folder), limit, remedy)
+
+
+def state_bytes(plan: Plan) -> float:
+    """Return the bytes of optimizer states that a rank keeps on its local disk."""
+    return largest_stage(stage_memory(plan)).disk
 
 
 STORAGE_CHECKS = {"folders": writing, "space for checkpoints": free_space}

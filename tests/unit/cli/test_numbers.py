@@ -20,7 +20,7 @@ TABLE = [
     (["launch", *CONFIG], ["--nproc"], COUNT),
     (["launch", *CONFIG], ["--max-restarts", "--from-hostfile", "--known-step"], NONE),
     (["ablate", *CONFIG], ["--nproc"], COUNT),
-    (["preflight", *CONFIG], ["--nproc", "--ranks-per-host"], COUNT),
+    (["preflight", *CONFIG], ["--nproc"], COUNT),
     (["plan", *CONFIG], ["--gpus", "--nproc", "--gpus-per-node", "--document-tokens"], COUNT),
     (["plan", *CONFIG], ["--engines", "--gpus-per-engine", "--completion-tokens"], COUNT),
     (["plan", *CONFIG], ["--network", "--storage", "--price"], AMOUNT),

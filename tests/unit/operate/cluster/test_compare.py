@@ -1,4 +1,4 @@
-"""Several hosts: what must be equal, the table, JSON, and the rank that others wait for."""
+"""Several hosts: facts that must be equal, the table, JSON, and the plan of the small model."""
 
 import io
 
@@ -6,58 +6,49 @@ import pytest
 from rich.console import Console
 
 from glm46.config.check import check_config
-from glm46.operate.cluster import compare
-from glm46.operate.cluster.compare import as_json, compare_hosts, from_json, print_table, worst
-from glm46.operate.cluster.preflight_ranks import small_plan
-from glm46.operate.cluster.ranks import min_copy_speed
-from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, HostReport, Result
+from glm46.operate.cluster.equal_hosts import compare_hosts
+from glm46.operate.cluster.rank_checks import min_copy_speed
+from glm46.operate.cluster.report import as_json, from_json, print_table
+from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, Result, worst
+from glm46.operate.cluster.small_steps import small_plan
 from glm46.operate.estimate.plan_sizes import describe_layout
 
+HOSTS = ("n0", "n1", "n2")
 
-def hosts(**changed: str) -> list[HostReport]:
-    facts = {"torch": "2.13.0", "kernel": "6.1", "variables": "none"}
-    reports = [HostReport(f"n{number}", [Result("open files", PASS, "65,536")], dict(facts)) for number in range(3)]
-    reports[1].facts |= changed
-    compare_hosts(reports)
-    return reports
+
+def compared(**changed: str) -> list[Result]:
+    """Results of three hosts, the second of which has changed facts."""
+    facts = {host: {"torch": "2.13.0", "kernel": "6.1", "variables": "none"} for host in HOSTS}
+    facts["n1"] |= changed
+    return [*(Result("open files", PASS, "65,536", host=host) for host in HOSTS), *compare_hosts(facts)]
 
 
 def test_the_host_that_differs_from_most_is_named():
-    assert [[r.verdict for r in report.results] for report in hosts()] == [[PASS, PASS]] * 3
-    found = hosts(torch="2.11.0", kernel="5.15")
-    assert [worst(report.results) for report in found] == [PASS, FAIL, PASS]
-    assert [(r.check, r.verdict, r.value, r.limit) for r in found[1].results[1:]] == [
+    assert [(r.host, r.verdict) for r in compared()] == [(host, PASS) for host in HOSTS] * 2
+    results = compared(torch="2.11.0", kernel="5.15")
+    assert [worst(r for r in results if r.host == host) for host in HOSTS] == [PASS, FAIL, PASS]
+    assert [(r.check, r.verdict, r.value, r.limit) for r in results if r.host == "n1"][1:] == [
         ("equal torch", FAIL, "2.11.0", "2.13.0"),
         ("equal kernel", WARN, "5.15", "6.1"),
     ]
 
 
 def test_json_holds_all_and_is_read_back():
-    reports, group = hosts(torch="2.11.0"), [Result("all-reduce", PASS, "0.7 GB/s", ">= 0.02 GB/s")]
-    line = as_json(reports, group, 12.34)
-    assert line.startswith('{"preflight": "FAIL"') and "\n" not in line
-    assert from_json(line) == (reports, group, 12.3)
+    results = [*compared(torch="2.11.0"), Result("all-reduce", PASS, "0.7 GB/s", ">= 0.02 GB/s")]
+    line = as_json(results, 12.34)
+    assert line.startswith('{"preflight": "FAIL", "seconds": 12.3') and "\n" not in line
+    assert from_json(line) == results
 
 
 def test_a_check_that_all_pass_is_one_row_and_a_fault_names_its_host():
-    reports, output = hosts(torch="2.11.0"), io.StringIO()
-    print_table(reports, [Result("shared [folder]", SKIP, "one host")], 9.0, Console(file=output, width=120))
+    results = [*compared(torch="2.11.0"), Result("shared [folder]", SKIP, "one host")]
+    output = io.StringIO()
+    print_table(results, 9.0, Console(file=output, width=120))
     text = output.getvalue()
     assert text.count("open files") == 1 and "3 hosts" in text and "shared [folder]" in text
     assert "FAIL n1, equal torch: " in text and text.rstrip().endswith(
         "FAIL: 3 hosts, 5 PASS, 1 SKIP, 0 WARN, 1 FAIL, 9 s"
     )
-
-
-def test_a_host_is_drained_for_what_is_broken_and_not_for_what_a_config_has_wrong(monkeypatch):
-    monkeypatch.setattr(compare.shutil, "which", lambda name: "/usr/bin/" + name)
-    broken = Result("kernel log", FAIL, "Xid 79", "none", "REBOOT the host: GPU has fallen off the bus")
-    wrong = Result("layout", FAIL, "3 ranks", "2", "set degrees whose product is the number of ranks")
-    reports = [HostReport("n1.cluster (node 0)", [broken, broken, wrong]), HostReport("n2", [wrong])]
-    output = io.StringIO()
-    print_table(reports, [], 9.0, Console(file=output, width=120))
-    lines = [line for line in output.getvalue().splitlines() if line.startswith("drain: ")]
-    assert lines == ["drain: scontrol update NodeName=n1 State=DRAIN Reason='preflight: kernel log'"]
 
 
 @pytest.mark.parametrize(

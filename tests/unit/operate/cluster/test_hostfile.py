@@ -7,25 +7,47 @@ import pytest
 from glm46.commands.preflight import preflight_command
 from glm46.config.errors import UserError
 from glm46.operate.cluster import preflight
-from glm46.operate.cluster.preflight_hosts import reach
-from glm46.operate.cluster.results import FAIL
-from glm46.operate.launch.hostfile import Host
+from glm46.operate.cluster.report import as_json, from_json
+from glm46.operate.cluster.results import FAIL, PASS, Result
+from glm46.operate.launch.ssh_hosts import HostAnswer
 from tests.fake_ssh import UNREACHABLE, write_ssh
 
 
-def test_a_host_that_ssh_does_not_reach_is_a_result(tmp_path, monkeypatch):
+def test_a_host_that_ssh_does_not_reach_is_a_result_and_the_others_are_checked(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
-    good, lost = Host(1, "localhost"), Host(2, UNREACHABLE, "me")
-    reached, reports = reach([good, lost])
-    assert reached == [good] and [report.host for report in reports] == [UNREACHABLE]
-    [found] = reports[0].results
-    assert found.verdict == FAIL and "No route to host" in found.value and f"me@{UNREACHABLE}" in found.remedy
+    (tmp_path / "hosts").write_text(f"localhost\nme@{UNREACHABLE}\n")
+    commands = []
+
+    def run(hosts, words, *_, **options):
+        commands.extend(words)
+        line = as_json([Result("GPU count", PASS, "8 x H100", host="n0")], 1.0)
+        return [HostAnswer(0, f"Welcome!\n{line}\n", "") for _ in hosts]
+
+    monkeypatch.setattr(preflight, "run_on_hosts", run)
+    assert preflight_command(["--hostfile", str(tmp_path / "hosts"), "--json", str(tmp_path / "found.json")]) == 1
+    good, lost = sorted(from_json((tmp_path / "found.json").read_text()), key=lambda result: result.verdict)[::-1]
+    assert (good.host, good.verdict, good.check) == ("n0", PASS, "GPU count")
+    assert lost.host == UNREACHABLE and lost.verdict == FAIL
+    assert "No route to host" in lost.value and f"me@{UNREACHABLE}" in lost.value
+    [command] = commands
+    assert "NNODES=1" in command and "preflight --json - --nproc auto" in command
+    assert f"FAIL {UNREACHABLE}, ssh: " in capfd.readouterr().out
+
+
+def test_a_first_host_without_results_is_a_result(tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("localhost\n")
+    monkeypatch.setattr(preflight, "unreachable", lambda hosts: {})
+    monkeypatch.setattr(preflight, "run_on_hosts", lambda hosts, *_, **options: [HostAnswer(2, "", "error: no port")])
+    assert preflight_command(["--hostfile", str(tmp_path / "hosts"), "--json", str(tmp_path / "found.json")]) == 1
+    [result] = from_json((tmp_path / "found.json").read_text())
+    assert (result.host, result.check, result.value) == ("localhost", "preflight", "error: no port")
 
 
 def test_without_ssh_and_with_options_that_exclude_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "hosts").write_text("localhost\n")
     with pytest.raises(UserError, match="ssh is not on PATH"):
-        reach([Host(1, "localhost")])
+        preflight_command(["--hostfile", str(tmp_path / "hosts")])
     with pytest.raises(UserError, match="--hostfile with --local"):
         preflight_command(["--hostfile", "hosts", "--local"])
     with pytest.raises(UserError, match="add --config"):

@@ -9,8 +9,7 @@ from glm46.commands.preflight import preflight_command
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.operate.cluster import preflight
-from glm46.operate.cluster.preflight import HostExamination, _obstacle
-from glm46.operate.cluster.results import HostReport
+from glm46.operate.cluster.preflight import Preflight
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.launch.nodes import Nodes
 
@@ -42,35 +41,20 @@ SERVER = {"cores": 64, "memory_bytes": 999 * GIB, "free_bytes": 900 * GIB, "gpus
 )
 def test_a_host_has_as_many_ranks_as_a_node_of_the_run(machine, nodes, config, overrides, ranks):
     config = load_config(CONFIGS / config, overrides) if config else None
-    host = HostExamination(Namespace(nproc=None), (), config, Nodes(nodes, 0, "node0"))
-    assert host._processes(Machine(**machine, nodes=nodes)) == ranks
+    host = Preflight(Namespace(nproc=None), (), config, Nodes(nodes, 0, "node0"))
+    assert host.processes(Machine(**machine, nodes=nodes)) == ranks
 
 
 @pytest.mark.parametrize(("stated", "of_job", "ranks"), [(5, None, 5), (None, 3, 3), (5, 3, 5)])
 def test_a_number_that_is_stated_goes_before(stated, of_job, ranks):
-    host = HostExamination(Namespace(nproc=stated), (), None, Nodes(processes=of_job))
-    assert host._processes(Machine(**LAPTOP)) == ranks
+    host = Preflight(Namespace(nproc=stated), (), None, Nodes(processes=of_job))
+    assert host.processes(Machine(**LAPTOP)) == ranks
 
 
-def test_hosts_with_different_numbers_of_ranks_start_none():
-    reports = [HostReport("n1", facts={"ranks": "8"}), HostReport("n2", facts={"ranks": "7"})]
-    assert _obstacle(reports, [{}, {}]) == "not started: 7 and 8 of them on different hosts"
-    assert _obstacle(reports[:1] * 2, [{}, {}]) == ""
-    assert _obstacle(reports, [{}, None]) == "not started without n2"
-
-
-@pytest.mark.parametrize("port", [29777, 29778])
-def test_an_exporter_on_a_port_where_ranks_meet_is_refused_before_any_check(make_config, tmp_path, monkeypatch, port):
+def test_an_exporter_on_the_port_where_ranks_meet_is_refused_before_any_check(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "run_checks", lambda *_: pytest.fail("a check has run"))
     for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "run.toml").write_text(dump_config(make_config(metrics={"prometheus_port": port})))
-    with pytest.raises(UserError, match=f"metrics.prometheus_port = {port}: ranks meet at .*; state a port outside"):
+    (tmp_path / "run.toml").write_text(dump_config(make_config(metrics={"prometheus_port": 29777})))
+    with pytest.raises(UserError, match="metrics.prometheus_port = 29777: ranks meet at .*; state a port outside"):
         preflight_command(["--config", str(tmp_path / "run.toml")])
-
-
-def test_the_last_port_leaves_none_for_the_ranks(monkeypatch):
-    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65535"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="set MASTER_PORT to at most 65534"):
-        preflight_command([])
