@@ -29,7 +29,7 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.rollout.chat_api import completion_response, parsed
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.open_requests import OpenRequest
-from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Request
 from glm46.tasks.rl.rollout.session import Session
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
@@ -74,7 +74,7 @@ class _Engine:
 
     def __init__(self, answer: list[int], seconds: float):
         self._seconds = seconds
-        self._answer = Completion(answer, [-1.0] * len(answer), "stop", [VersionSpan(0, 0)], None)
+        self._answer = Completion(answer, [-1.0] * len(answer), "stop", [0] * len(answer), None)
 
     def ask(self, asked: Sequence[OpenRequest]) -> None:
         for one in asked:
@@ -132,11 +132,11 @@ def _parts(turns: int, repeats: int) -> tuple[int, float, Counter[str]]:
         turn = timed("begin", lambda asked=asked, tools=tools, most=most: session.begin(asked, tools, most))
         request = timed("prompt", lambda turn=turn: session.request(turn))
         timed("engine", lambda request=request: (to_json({"token_ids": request.prompt}), json.loads(reply)))
-        logprobs, spans = [-1.0] * len(answer), [VersionSpan(0, 0)]
-        completion = Completion([*answer], logprobs, "stop", spans, None)
+        logprobs = [-1.0] * len(answer)
+        versions = [0] * len(answer)
+        completion = Completion([*answer], logprobs, "stop", versions, None)
         timed("end", lambda turn=turn, completion=completion: session.end(turn, completion))
-        answered = session.answered[turn]
-        content = timed("answer", lambda table=table, of=answered: completion_response(table, of, "turn-0"))[0]
+        content = timed("answer", lambda table=table, turn=turn: completion_response(table, turn, "turn-0"))[0]
         message = json.loads(content)["choices"][0]["message"]
         messages += [message, {"role": "tool", "content": SENTENCE * repeats}]
     timed("samples", session.samples)

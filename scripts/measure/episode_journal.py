@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Member
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request
 
 GROUP = 8
 
@@ -41,7 +41,7 @@ def main() -> None:
         members.extend(of)
 
     numbers, n = range(given.episodes // GROUP), given.tokens
-    end = EpisodeEnd([SessionSample([1] * 300, Completion([5] * n, [-1.0] * n, "stop", [VersionSpan(0, 1)], None))])
+    end = Episode([Completion([5] * n, [-1.0] * n, "stop", [1] * n, None, prompt=[1] * 300)])
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         generating = BackgroundGeneration(_Idle(), Path(name) / "ahead", begin)
         for number in numbers:

@@ -14,7 +14,7 @@ from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Episode, Request
 
 _MEDIAN, _SIGMA, _LONGEST = 150, 0.8, 1500
 
@@ -31,7 +31,7 @@ class _Turns:
 
     def _ask(self, requests: Requests, member: Member, lengths: list[int], done: Completion) -> None:
         if not lengths:
-            member.finish(EpisodeEnd([SessionSample([1], done)]))
+            member.finish(Episode([done._replace(prompt=[1])]))
             return
         request = member.request._replace(max_new_tokens=lengths[0])
         requests.ask([OpenRequest(request, partial(self._ask, requests, member, lengths[1:]))])

@@ -145,7 +145,7 @@ def generate(rank: int, folder: Path) -> dict:
     sent.generate_ahead(folder.with_name("ahead"), goes_on=False)
     if stub:
         sent.background.add(0, REQUESTS, version)
-    found["broadcast"] = [end.samples[0].completion for end in sent.take(1, {0}, lambda: False)[0]]
+    found["broadcast"] = [end.samples[0] for end in sent.take(1, {0}, lambda: False)[0]]
     version = 3
     sent.update(version)
     if stub:

@@ -53,7 +53,7 @@ def finished_groups(folder: Path) -> dict[int, list]:
     for path in folder.glob("ahead/*/prompt_*"):
         ends = dict(read_ends(path))
         if len(ends) == GROUP and not any(end.is_part for end in ends.values()):
-            samples = [[one.tokens, one.logprobs] for _, end in sorted(ends.items()) for _, one in end.samples]
+            samples = [[one.tokens, one.logprobs] for _, end in sorted(ends.items()) for one in end.samples]
             found[int(path.name.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
     return found
 

@@ -70,7 +70,7 @@ def test_each_update_sends_the_adapters_alone(policy):
     completions = policy.engine.generate(policy.requests, policy.rules)
     assert gap(policy.on_disk(), policy.requests, completions) < CLOSE
     assert gap(first, policy.requests, completions) > FAR
-    assert {span.version for one in completions for span in one.spans} == {policy.version}
+    assert {version for one in completions for version in one.versions} == {policy.version}
     folder = policy.folder / f"weights/version-{policy.version:08d}"
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == RANK
     assert not list(folder.glob("model*.safetensors"))

@@ -41,7 +41,7 @@ def test_each_update_reaches_model_and_draft(policy):
     completions = policy.engine.generate(policy.requests, policy.rules)
     assert gap(policy.model, policy.requests, completions) < CLOSE
     assert gap(old, policy.requests, completions) > FAR
-    assert {span.version for one in completions for span in one.spans} == {policy.version}
+    assert {version for one in completions for version in one.versions} == {policy.version}
     assert not list((policy.folder / "weights").glob("version-*"))
     layer = policy.shape.num_hidden_layers
     body = {"method": "read_draft", "args": [f"model.layers.{layer}.eh_proj.weight"]}

@@ -82,7 +82,8 @@ def test_an_agent_over_an_update_has_the_trainers_logprobs_in_each_turn(policy, 
     models, gaps, apart = {before[1]: before[0], policy.version: policy.on_disk()}, [], []
     for end in ends:
         assert not end.fault and end.score == 6.0
-        ((prompt, completion),) = end.samples
+        (completion,) = end.samples
+        prompt = completion.prompt
         (start, stop), count = completion.replies[0], len(completion.tokens)
         assert completion.spans == [(0, before[1]), (stop, policy.version)] and len(completion.replies) == 1
         right = {v: log_probabilities(model, prompt, completion.tokens) for v, model in models.items()}

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -15,10 +15,10 @@ from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import Answer
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
+from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample, seed_behind
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Episode, Request, seed_behind
 
 Role = Literal["tool", "user"]
 
@@ -77,16 +77,16 @@ class Conversations:
 class _Conversation:
     """One conversation of `Conversations`; one thread at a time works on it."""
 
-    def __init__(self, owner: Conversations, prompt: Prompt, member: Member, requests: Requests):
-        self._of = owner
+    def __init__(self, environment: Conversations, prompt: Prompt, member: Member, requests: Requests):
+        self._environment = environment
         self._prompt = prompt
         self._member = member
         self._requests = requests
         self.request = member.request
         self.done = NOTHING
         self._asked = OpenRequest(self.request)
-        for reply, turn in member.end.samples:
-            self._extend(reply, turn)
+        for turn in member.end.samples:
+            self._extend([*turn.prompt], turn)
         self._lock = threading.Lock()
         self._is_open = True
         member.cancel = self._cancel
@@ -103,8 +103,8 @@ class _Conversation:
 
     def _end_turn(self, reply: list[int], turn: Completion) -> None:
         """Continue after a turn. Runs in a thread of the engine, so the function is called in another one."""
-        self._member.note(SessionSample(reply, self._extend(reply, turn)))
-        self._of.threads.submit(self.reply)
+        self._member.note(self._extend(reply, turn)._replace(prompt=reply))
+        self._environment.threads.submit(self.reply)
 
     def _extend(self, reply: list[int], turn: Completion) -> Completion:
         """Add a reply and a turn. Returns the turn, with its routes limited to tokens without routes from earlier
@@ -121,47 +121,55 @@ class _Conversation:
     def reply(self) -> None:
         """Call the function on the last turn, then request the next turn or finish."""
         try:
-            outcome = self._behind()
+            outcome = self._continue()
         except BaseException as error:
             self._member.finish(error)
             raise
-        if isinstance(outcome, EpisodeEnd):
+        if isinstance(outcome, Episode):
             self._member.finish(outcome)
             return
         with self._lock:
             if self._is_open:
                 self._requests.ask([outcome])
 
-    def _behind(self) -> EpisodeEnd | OpenRequest:
-        """Return the request for the next turn, or the end of the episode. Seeds match those of a `Session`."""
-        owner = self._of
-        done = self.done
-        fault = ""
-        role = self._asked_role()
-        if self._is_open and role is not None and len(done.replies) + 1 < owner.most_turns:
-            answer = answer_of(self._prompt, done, owner.tokenizer, owner.stop, thinking=owner.thinking)
-            (reply,) = owner.pool.replies([answer])
-            fault = f"rl.environment: {reply}" if isinstance(reply, str) else ""
-            if isinstance(reply, Reply) and reply.text is not None:
-                # Without the first token, a marker that the turn already ends with.
-                tokens = chat_reply(owner.tokenizer, [Message(role, reply.text)], thinking=owner.thinking)[1:]
-                tokens_after = [*done.tokens, *tokens]
-                ends = [0, *(end for _, end in done.replies), None]
-                if (remaining := self.request.max_new_tokens - len(tokens_after)) > 0:
-                    seed = reduce(
-                        seed_behind, (tokens_after[start:end] for start, end in pairwise(ends)), self.request.seed
-                    )
-                    route_count = 0 if done.routes is None else len(done.routes)
-                    return self.next_turn(
-                        tokens, Request([*self.request.prompt, *tokens_after], seed, remaining, route_count)
-                    )
-                done = done._replace(finish="length")
-        return EpisodeEnd([SessionSample(self.request.prompt, done)], fault)
+    def _continue(self) -> Episode | OpenRequest:
+        """Return the request for the next turn, or the end of the episode."""
+        environment = self._environment
+        role = self._next_role()
+        if not self._is_open or role is None or len(self.done.replies) + 1 >= environment.most_turns:
+            return self._end()
+        answer = answer_of(
+            self._prompt, self.done, environment.tokenizer, environment.stop, thinking=environment.thinking
+        )
+        reply, failure = environment.pool.reply(answer)
+        if reply is None:
+            return self._end(f"rl.environment: {failure}" if failure else "")
+        messages = [Message(role, reply)]
+        # Without the first token, a marker that the turn already ends with.
+        tokens = chat_reply(environment.tokenizer, messages, thinking=environment.thinking)[1:]
+        remaining = self.request.max_new_tokens - len(self.done.tokens) - len(tokens)
+        if remaining <= 0:
+            self.done = self.done._replace(finish="length")
+            return self._end()
+        return self.next_turn(tokens, self._request_after(tokens, remaining))
 
-    def _asked_role(self) -> Role | None:
+    def _end(self, fault: str = "") -> Episode:
+        return Episode([self.done._replace(prompt=self.request.prompt)], fault)
+
+    def _request_after(self, reply: list[int], max_new_tokens: int) -> Request:
+        """Return the request for the turn after a reply. Its seed is the one that a `Session` would compute."""
+        tokens = [*self.done.tokens, *reply]
+        ends = [0, *(end for _, end in self.done.replies), len(tokens)]
+        seed = self.request.seed
+        for start, end in pairwise(ends):
+            seed = seed_behind(seed, tokens[start:end])
+        routed = 0 if self.done.routes is None else len(self.done.routes)
+        return Request([*self.request.prompt, *tokens], seed, max_new_tokens, routed)
+
+    def _next_role(self) -> Role | None:
         """Return the role that replies to the last turn; None if the turn does not ask for a reply."""
         if self.done.finish != "stop":
             return None
         last = self.done.tokens[-1]
-        markers = self._of.tokenizer.special
+        markers = self._environment.tokenizer.special
         return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None

@@ -47,7 +47,8 @@ def build_engine(
     Args:
         is_stopped: polled on each rank before each token of a local engine; true ends its samples with "abort".
     """
-    config, (rl, section) = policy.plan.config, policy.plan.config.reinforcement
+    config = policy.plan.config
+    rl, section = config.reinforcement
     if section.kind == "local":
         process = policy.cluster.process
         layout = generation_layout(section.degrees, process.world_size)
@@ -61,7 +62,8 @@ def build_engine(
             routes=rl.routing_replay,
             is_stopped=is_stopped,
         )
-    dtype, scheme = getattr(torch, config.training.mixed_precision_param), FP8_SCHEMES.get(section.weights_dtype or "")
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    scheme = FP8_SCHEMES.get(section.weights_dtype or "")
     weights = real_path(Path(config.job.dump_folder, "rollout_weights"))
     write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
     base = base_folder(policy, Path(section.weights_folder or weights)) if section.send_adapters else None

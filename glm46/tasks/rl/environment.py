@@ -19,7 +19,7 @@ from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, pack_groups, unpack_groups
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request, SamplingRules, pack_groups, unpack_groups
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 
 _TICK_SECONDS = 0.5
@@ -90,7 +90,7 @@ class _Run:
         self._begin = partial(environment.begin, prompt)
         self._soon = environment.replies_soon
         self._members = [
-            Member(number, request, EpisodeEnd([], is_part=True), finish=partial(self._finish, index))
+            Member(number, request, Episode([], is_part=True), finish=partial(self._finish, index))
             for index, (number, request) in enumerate(requests)
         ]
         self._is_stopped = is_stopped
@@ -103,9 +103,9 @@ class _Run:
         self._ended = dict[int, Completion]()
         self._count = self._tokens = 0
 
-    def _finish(self, index: int, end: EpisodeEnd | BaseException) -> None:
+    def _finish(self, index: int, end: Episode | BaseException) -> None:
         with self._changed:
-            if isinstance(end, EpisodeEnd):
+            if isinstance(end, Episode):
                 self._members[index].end = end
                 self._left = self._left - 1
             else:
@@ -186,7 +186,7 @@ def run_episodes(
     engine: LocalEngine | ServerEngine,
     rules: SamplingRules,
     is_stopped: Callable[[], bool],
-) -> list[EpisodeEnd] | None:
+) -> list[Episode] | None:
     """Run an episode for each pair of prompt number and request; None if a stop was requested. Collective.
 
     Args:

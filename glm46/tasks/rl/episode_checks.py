@@ -13,13 +13,13 @@ from packaging.requirements import Requirement
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
+from glm46.files.scratch import async_scratch_folder
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.commands import found_program
-from glm46.tasks.rl.rollout.programs import Programs
-from glm46.tasks.rl.rollout.records import EpisodeEnd
+from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
+from glm46.tasks.rl.rollout.records import Episode
+from glm46.tasks.rl.rollout.workers import TASK_NAME
 
-TASK_NAME = "GLM46_TASK"
-"""Environment variable with the row of an episode."""
 _VERSION = "import sys, importlib.metadata as of; print(of.version(sys.argv[1]))"
 
 
@@ -48,7 +48,8 @@ def require_episodes(table: EnvironmentConfig, keys: PromptsConfig, prompts: Seq
     limit = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1  # MAX_ARG_STRLEN, with a zero at the end
     sizes = [(prompt.place, len(task_of(prompt, keys))) for prompt in prompts if table.kind == "command"]
     if large := [entry for entry in sizes if entry[1] > limit]:
-        (place, size), count = large[0], f"{len(large):,} of {len(prompts):,} rows are so large"
+        place, size = large[0]
+        count = f"{len(large):,} of {len(prompts):,} rows are so large"
         raise UserError(
             f"{place}: the row has {size:,} bytes as {TASK_NAME}, and Linux starts no program with more than {limit:,} "
             f"in a variable ({count}); leave large values out of the row, and have the program read them from a file "
@@ -61,9 +62,8 @@ def require_episodes(table: EnvironmentConfig, keys: PromptsConfig, prompts: Seq
         is_python = index and Path(words[0]).name.startswith("python") and not {"-c", "-m"} & {*words[:index]}
         for package in declared_packages(Path(words[index])) if is_python else ():
             question = [*words[:index], "-c", _VERSION, package.name]
-            outcome = asyncio.run(
-                programs.run_alone(question, table.seconds, is_scoring=command is table.score_command)
-            )
+            is_judge = command is table.score_command
+            outcome = asyncio.run(_run_in_empty_folder(programs, question, table.seconds, is_judge=is_judge))
             version = outcome.fault or outcome.output.strip()
             if outcome.fault or not package.specifier.contains(version, prereleases=True):
                 raise UserError(
@@ -72,7 +72,14 @@ def require_episodes(table: EnvironmentConfig, keys: PromptsConfig, prompts: Seq
                 )
 
 
-def kept_failure(folder: Path, number: int, which: str, prompt: Prompt, end: EpisodeEnd) -> str:
+async def _run_in_empty_folder(
+    programs: Programs, command: Sequence[str], seconds: float, *, is_judge: bool
+) -> ProgramOutcome:
+    async with async_scratch_folder() as folder:
+        return await programs.run(command, folder, {}, seconds, is_judge=is_judge)
+
+
+def kept_failure(folder: Path, number: int, which: str, prompt: Prompt, end: Episode) -> str:
     """Write the output of a failed episode into a file; returns a line for the log."""
     file = folder / f"failure_{number:06d}.txt"
     which = f"{which}; failure {number}"

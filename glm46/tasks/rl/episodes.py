@@ -3,10 +3,8 @@ endpoint is a thread of rank 0."""
 
 import asyncio
 import json
-import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -15,16 +13,16 @@ from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.files.scratch import async_scratch_folder
 from glm46.files.standard_output import LineWriter, print_line
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.episode_checks import TASK_NAME, kept_failure, task_of, without
+from glm46.tasks.rl.episode_checks import kept_failure, without
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.open_requests import Requests
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
-from glm46.tasks.rl.rollout.records import EpisodeEnd, SessionSample
+from glm46.tasks.rl.rollout.records import Completion, Episode
 from glm46.tasks.rl.rollout.session import Session
-from glm46.tasks.rl.rollout.workers import Workers
+from glm46.tasks.rl.rollout.workers import Workers, last_number
 
 TRIES = 2
 """Largest number of runs of an episode that fails."""
@@ -66,8 +64,9 @@ class CommandEpisodes:
         self._folder = folder
         self._failures = 0
         self._programs = Programs(table.variables, table.allow, keeps_modes=table.sandbox == "required")
-        self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
-        self._workers = Workers(self._programs, self._command, table.at_once) if table.kind == "worker" else None
+        self._scoring = found_program(table.score_command)
+        most_idle = table.at_once if table.kind == "worker" else None
+        self._workers = Workers(self._programs, found_program(table.command), most_idle)
         self._needs_score = needs_score
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = WeakKeyDictionary[Requests, asyncio.Semaphore]()
@@ -110,10 +109,9 @@ class CommandEpisodes:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._workers is not None:
-            await self._workers.close()
+        await self._workers.close()
 
-    async def _episode(self, prompt: Prompt, requests: Requests, member: Member) -> EpisodeEnd:
+    async def _episode(self, prompt: Prompt, requests: Requests, member: Member) -> Episode:
         """Run the programs of an episode, again if they fail. A fault ends this episode only."""
         table = self._table
         keys = self._prompts
@@ -138,7 +136,7 @@ class CommandEpisodes:
                     self._say(kept_failure(self._folder, self._failures, f"try {number} of {TRIES}", prompt, end))
         return end
 
-    async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> EpisodeEnd:
+    async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> Episode:
         """Run the programs of an episode once. Errors that their files or the policy's turns cause fail only this
         try."""
         try:
@@ -147,42 +145,33 @@ class CommandEpisodes:
         except UserError:
             raise
         except _FAULTS_OF_PROGRAMS as error:
-            return EpisodeEnd([], f"rl.environment: {type(error).__name__}: {error}")
+            return Episode([], f"rl.environment: {type(error).__name__}: {error}")
 
-    async def _run_programs(self, prompt: Prompt, session: Session, requests: Requests, folder: str) -> EpisodeEnd:
+    async def _run_programs(self, prompt: Prompt, session: Session, requests: Requests, folder: str) -> Episode:
         table = self._table
-        episode = self._endpoint.open(session, table.max_turns, requests)
-        url = self._endpoint.base_url(episode)
-        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key}
-        policy = self._endpoint, episode
+        policy = self._endpoint.open(session, table.max_turns, requests)
+        task = without(prompt.row, self._prompts.label_key)
         try:
-            if self._workers is not None:
-                task = without(prompt.row, self._prompts.label_key)
-                outcome, score = await self._workers.run(task, variables, table.seconds, policy)
-            else:
-                variables[TASK_NAME] = task_of(prompt, self._prompts)
-                outcome = await self._programs.run(self._command, folder, variables, table.seconds, b"", policy)
-                score = _last_number(outcome.output, is_cut=bool(outcome.fault))
+            outcome, score = await self._workers.run(task, folder, table.seconds, policy)
         finally:
-            self._endpoint.close(episode)
+            self._endpoint.close(policy)
         samples = session.samples()
-        fault = episode.fault or ("" if episode.no_room and samples else episode.no_room or outcome.fault)
+        fault = policy.fault or ("" if policy.no_room and samples else policy.no_room or outcome.fault)
         if fault or not samples:
-            return EpisodeEnd([], f"rl.environment: {fault or 'the program asked nothing'}", output=outcome.both)
-        if episode.no_room:
-            first, *others = samples
-            samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
+            return Episode([], f"rl.environment: {fault or 'the program asked nothing'}", output=outcome.both)
+        if policy.no_room:
+            samples[0] = samples[0]._replace(finish="length")
         if self._scoring:
             return await self._scored(prompt, session, samples, folder)
         if score is not None or not self._needs_score:
-            return EpisodeEnd(samples, "", score)
-        return EpisodeEnd([], self._missing_score(episode.no_room, outcome), output=outcome.both)
+            return Episode(samples, "", score)
+        return Episode([], self._missing_score(policy.no_room, outcome), output=outcome.both)
 
     def _missing_score(self, no_room: str, outcome: ProgramOutcome) -> str:
         """Describe the fault of an episode without the score that a reward reads."""
         # After a refused request the program's own output shows only a follow-up error, so name the refusal first.
         cause = f"a request was refused ({no_room}), and " if no_room else ""
-        if self._workers is not None:
+        if self._table.kind == "worker":
             return (
                 f'rl.environment.command: {cause}its line has no number as "score", which [[rl.rewards]] reads; add it'
             )
@@ -192,23 +181,14 @@ class CommandEpisodes:
             why = f"the last line that it printed is not a number: {lines[-1][:_MOST_OF_LINE]!r}"
         return f"rl.environment.command: {cause}{why}; print the score in the last line"
 
-    async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
+    async def _scored(self, prompt: Prompt, session: Session, samples: list[Completion], folder: str) -> Episode:
         """Run the scoring command and return the end of the episode with its score."""
         content = json.dumps({"row": prompt.row, "messages": session.conversation()}, default=str).encode()
-        outcome = await self._programs.run(self._scoring, folder, {}, self._table.timeout_seconds, content)
-        score = _last_number(outcome.output)
+        outcome = await self._programs.run(
+            self._scoring, folder, {}, self._table.timeout_seconds, content, is_judge=True
+        )
+        score = last_number(outcome.output)
         if outcome.fault or score is None:
             fault = f"rl.environment.score_command: {outcome.fault or 'its last line is no number'}"
-            return EpisodeEnd([], fault, output=outcome.both)
-        return EpisodeEnd(samples, "", score)
-
-
-def _last_number(output: str, *, is_cut: bool = False) -> float | None:
-    """Parse the number in the last line of an output; with ``is_cut`` in the last line that is a number. None if there
-    is no such number."""
-    for line in reversed(output.strip().splitlines()):
-        with suppress(ValueError):
-            return number if math.isfinite(number := float(line)) else None
-        if not is_cut:
-            break
-    return None
+            return Episode([], fault, output=outcome.both)
+        return Episode(samples, "", score)

@@ -102,7 +102,8 @@ class Journal:
     """
 
     def __init__(self, plan: Plan, data: str, tokenizer: str):
-        config, (rl, rollout) = plan.config, plan.config.reinforcement
+        config = plan.config
+        rl, rollout = config.reinforcement
         self.folder = Path(config.job.dump_folder) / FOLDER
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writes: list[Future[None]] = []

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,31 +11,18 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.compute.model.routes import compact_routes
 from glm46.engine.training.state import Progress
+from glm46.engine.training.task import StepBatches
 from glm46.run.plan import Plan
-from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.fields import corrections, training_fields
 from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
-from glm46.tasks.rl.packing import spread
+from glm46.tasks.rl.packing import collect, spread
 from glm46.tasks.rl.rollout.background import begin_samples
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollouts import AheadSource, demonstrate, generate_rollout
 from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.sampling import Sampler
-from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, samples_per_step, step_ends, steps_per_rollout
-
-
-class RolloutStep(NamedTuple):
-    """An optimizer step on a rollout."""
-
-    batches: list[Batch]
-    """This rank's micro-batches, with all fields."""
-    next_prompt: int
-    """Number of the next unused prompt once this step is made."""
-    columns: dict[str, float]
-    """Metrics of the rollout, by column."""
-    model_seconds: float
-    """Seconds of generation and of network evaluations for the rollout; 0 except in its first step."""
+from glm46.tasks.rl.stepping import StepBuilder, gathered, samples_per_step, step_ends, steps_per_rollout
 
 
 class RolloutLoop:
@@ -61,28 +48,34 @@ class RolloutLoop:
         self._builder = builder
         self._journal = journal
         self._is_on_policy = self._config.is_on_policy(plan.config.training.global_batch_size)
-        self._unwritten: tuple[Samples, dict[str, torch.Tensor], TokenRecord] | None = None
-        """A rollout whose only step computes the old log-probabilities, its fields, and the record of these
-        log-probabilities."""
+        self._unwritten: tuple[Samples, dict[str, torch.Tensor]] | None = None
+        """A rollout whose only step computes the old log-probabilities, and its fields."""
+        self.columns: dict[str, float] = {}
+        """Metrics of the current rollout, by column."""
+        self.next_prompt = 0
+        """Number of the first prompt after the current rollout's."""
         self._version = -1
         self._waiting: list[tuple[int, int]] | None = None
         """`Samples.waiting` of the previous rollout; None at the start."""
-        section = sampler.section
-        engine = sampler.engine
         self._ahead = None
-        self._staleness = section.max_staleness
-        self._drops = section.when_stale == "drop"
-        if isinstance(engine, ServerEngine):
+        self._staleness = sampler.section.max_staleness
+        self._drops = sampler.section.when_stale == "drop"
+        if isinstance(sampler.engine, ServerEngine):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
-                sampler, engine, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
+                sampler,
+                sampler.engine,
+                oldest=oldest,
+                version=lambda: self._version,
+                is_stopped=is_stopped,
+                drops=self._drops,
             )
             begin = begin_samples
             if sampler.environment is not None:
                 begin = partial(sampler.environment.begin, sampler.prompt)
-            engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
+            sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
-    def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:
+    def steps(self, progress: Progress) -> Iterator[StepBatches | None]:
         """Yield the remaining steps of the run, or None if a stop was requested.
 
         The caller makes each step, which advances ``progress``, before it takes the next one.
@@ -103,7 +96,7 @@ class RolloutLoop:
         """Return how many steps of the current rollout have been made."""
         return progress.samples % self._config.samples_per_rollout // samples_per_step(self._plan)
 
-    def rollout(self, progress: Progress) -> Iterator[RolloutStep | None]:
+    def rollout(self, progress: Progress) -> Iterator[StepBatches | None]:
         """Yield the steps of the current rollout that have not been made; see `steps`."""
         steps_done = self._within(progress)
         first_step = progress.step - steps_done
@@ -135,20 +128,29 @@ class RolloutLoop:
             model_fields, seconds = self._builder.evaluate(samples, batches)
         fields, columns = self._training_fields(samples, model_fields)
         fields = model_fields | fields
-        columns = samples.figures | {"logprob_seconds": seconds} | columns
-        seconds += columns.get("rollout_seconds", 0.0)
+        self.columns = samples.figures | {"logprob_seconds": seconds} | columns
+        self.next_prompt = samples.next_prompt
+        seconds += self.columns.get("rollout_seconds", 0.0)
 
         # 4 steps, 5 journal
         if not steps_done and self._is_on_policy and not samples.is_demonstration:
-            self._policy.record = TokenRecord(len(samples.logprobs))
-            self._unwritten = samples, fields, self._policy.record
+            old_logprobs = torch.full((len(samples.logprobs),), -torch.inf)
+            self._policy.record = partial(collect, into=old_logprobs)
+            self._unwritten = samples, fields | {"old_logprobs": old_logprobs}
         elif not steps_done:
             self._journal.write_fields(first_step, fields)
         while (number := progress.step - first_step) < len(batches):
             step_batches: list[Any] = [
                 {**batch, **{name: spread(x, batch) for name, x in fields.items()}} for batch in batches[number]
             ]
-            yield RolloutStep(step_batches, samples.next_prompt, columns, 0.0 if number > steps_done else seconds)
+            yield StepBatches(
+                step_batches,
+                samples_per_step(self._plan),
+                self._plan.config.training.seq_len,
+                read_seconds=0.0,
+                model_seconds=seconds if number == steps_done else 0.0,
+                packed_tokens=self._plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in step_batches),
+            )
 
     def update_weights(self, version: int) -> None:
         """Give the engine the policy's weights after ``version`` steps, unless it has them (6 weights)."""
@@ -163,8 +165,9 @@ class RolloutLoop:
         """
         if self._unwritten is None:
             return
-        (samples, fields, record), self._unwritten = self._unwritten, None
-        fields["old_logprobs"] = record.of_all_ranks()
+        samples, fields = self._unwritten
+        self._unwritten = None
+        gathered(fields["old_logprobs"])
         fields["correction"] = corrections(fields, samples, step_ends(self._plan, samples), self._config)
         self._journal.write_fields(samples.step, fields)
 

@@ -33,7 +33,6 @@ from glm46.tasks.rl.policy_loss import (
     value_loss,
     weighted_loss,
 )
-from glm46.tasks.rl.stepping import TokenRecord
 
 _FAR = 2.0
 """A ratio beyond this or its inverse counts in ``ratio_far``."""
@@ -93,8 +92,8 @@ class PolicyGradient:
     def __init__(self, network: Network, config: ResolvedRL, temperature: float, *, is_on_policy: bool = False):
         """With ``is_on_policy`` (see `ResolvedRL.is_on_policy`) batches need no ``old_logprobs`` or ``correction``."""
         self._is_on_policy = is_on_policy
-        self.record: TokenRecord | None = None
-        """Records the log-probabilities of an on-policy step; they are the old log-probabilities of its rollout."""
+        self.record: Callable[[Tensor, Batch], None] = lambda logprobs, batch: None
+        """Takes the log-probabilities of an on-policy step; they are the old log-probabilities of its rollout."""
         self._network = network
         self._config = config
         self._depths = network.plan.shape.num_nextn_predict_layers
@@ -205,8 +204,8 @@ class PolicyGradient:
         mtp_sums = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
         stacked = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(stacked, batch)
-        if self._is_on_policy and self.record is not None:
-            self.record.add(batch, logprobs)
+        if self._is_on_policy:
+            self.record(logprobs, batch)
         fields: Fields = {
             name: copy_to_device(fields_of(batch)[name], logprobs.device) for name in self._fields_of_sums
         }

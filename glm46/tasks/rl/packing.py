@@ -286,6 +286,7 @@ def spread(values: Tensor, batch: Batch) -> Tensor:
 
 
 def collect(values: Tensor, batch: Batch, into: Tensor) -> None:
-    """Write the values of a batch's labels, FP32 [B, S], into the values of the rollout; the inverse of `spread`."""
+    """Write the values of a batch's labels, [B, S] on any device, into the values of the rollout on the CPU; the
+    inverse of `spread`."""
     place = fields_of(batch)["place"]
-    into[place[place >= 0]] = values[place >= 0].to(into.dtype)
+    into[place[place >= 0]] = values.cpu()[place >= 0].to(into.dtype)

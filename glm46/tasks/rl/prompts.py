@@ -72,7 +72,8 @@ def read_prompts(
             if len(faults) == _FAULTS_SHOWN:
                 break
     if too_long:
-        (place, tokens), max_length = too_long[0], max(length for _, length in too_long)
+        place, tokens = too_long[0]
+        max_length = max(length for _, length in too_long)
         faults.append(
             f"{place}: {tokens} tokens, and training.seq_len leaves {most_tokens} beside the longest completion; "
             f"{len(too_long):,} of {len(prompts):,} prompts are so long, up to {max_length:,} tokens: leave them out, "
@@ -104,12 +105,12 @@ def require_reachable_labels(prompts: Sequence[Prompt], rewards: FunctionPool, *
             continue
         firsts = ((label, label[0] if isinstance(label, list) and label else label) for label in labels.values())
         cases = [(label, text) for label, first in firsts for text in (form.format(first), "")]
-        scores = rewards.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in cases])
-        pairs = zip(labels, scores[::2], scores[1::2], strict=True)
-        wrong = {key: values for key, *values in pairs if values != [1.0, 0.0]}
+        results = rewards.results(name, [Answer("", end + text, label, thinking, 0, True) for label, text in cases])
+        pairs = zip(labels, results[::2], results[1::2], strict=True)
+        wrong = {key: (right, empty) for key, right, empty in pairs if (right[0], empty[0]) != (1.0, 0.0)}
         if wrong:
-            label, values = next(iter(wrong.items()))
-            why = next((f": {value}" for value in values if isinstance(value, str)), "")
+            label, pair = next(iter(wrong.items()))
+            why = next((f": {failure}" for _, failure in pair if failure), "")
             count = sum(repr(prompt.label) in wrong for prompt in prompts)
             faults.append(
                 f"rl.rewards: {name} does not give the label {label:.60} itself 1 and an empty answer 0{why} "
@@ -173,7 +174,7 @@ def _order(epoch: int, count: int, seed: int) -> np.ndarray:
     return permute(np.arange(count), count, f"prompts {seed} {epoch}")
 
 
-def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
+def _prompt(row: object, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
     """Parse the prompt of a row.
 
     Raises:
@@ -219,7 +220,7 @@ def _at(row: Mapping, key: str) -> Any:
     return value
 
 
-def _table(value: Any) -> Mapping | None:
+def _table(value: object) -> Mapping | None:
     """Return a table, parsed if it is JSON text; None for any other value."""
     if isinstance(value, str):
         try:

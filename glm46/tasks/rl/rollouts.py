@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import comb
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from glm46.config.rl_data import PromptSetConfig
 from glm46.tasks.rl.fields import REWARD_ROUNDING, differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.records import Completion, Episode, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.samples import Samples, to_samples
 from glm46.tasks.rl.sampling import Sampler, Take, rewards_and_groups
@@ -42,8 +41,8 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
     """
     config = sampler.config
     next_prompt = first_prompt
-    scored = list[EpisodeEnd]()
-    kept = list[EpisodeEnd]()
+    scored = list[Episode]()
+    kept = list[Episode]()
     seconds = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
     for _ in range(MOST_ROUNDS if config.dynamic_sampling else 1):
         missing = config.prompts_per_rollout - len({episode.group for episode in kept})
@@ -136,7 +135,7 @@ class AheadSource:
         new = [number for number, version in self.waiting.items() if previous.get(number) != version]
         self._add(new, self.forget_taken)
 
-    def take(self, first: int, count: int) -> list[EpisodeEnd] | None:
+    def take(self, first: int, count: int) -> list[Episode] | None:
         """Take ``count`` groups, waiting ones first; see `Take`."""
         self.hand_out(count + self._late())
         groups = self._engine.take(count, set(self._due()[:count]), self._is_stopped, waits=not self._drops)
@@ -205,8 +204,9 @@ def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Samples:
     ends = []
     answers = answers_of_labels(list(prompts.values()), sampler.tokenizer)
     for (number, prompt), tokens in zip(prompts.items(), answers, strict=True):
-        completion = Completion(tokens, [0.0] * len(tokens), "stop", [], None)
-        ends.append(EpisodeEnd([SessionSample(prompt.tokens, completion)], group=number))
+        count = len(tokens)
+        label = Completion(tokens, [0.0] * count, "stop", [0] * count, None, prompt=prompt.tokens)
+        ends.append(Episode([label], group=number))
     return to_samples(
         _rewarded(sampler.score(ends, prompts)),
         [reward.name for reward in sampler.config.rewards],
@@ -217,7 +217,7 @@ def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Samples:
     )
 
 
-def _rewarded(scored: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
+def _rewarded(scored: Sequence[Episode]) -> list[Episode]:
     """Return the episodes that have a reward.
 
     Raises:
@@ -236,7 +236,7 @@ def _rewarded(scored: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
     raise UserError(*on_first_rank(f"{key}: {lost}, the first one because of {fault}; {remedy}"))
 
 
-def _columns(scored: Sequence[EpisodeEnd], names: Sequence[str], min_group_size: int) -> dict[str, float]:
+def _columns(scored: Sequence[Episode], names: Sequence[str], min_group_size: int) -> dict[str, float]:
     """Compute the columns of metrics over all scored episodes.
 
     Args:
@@ -264,32 +264,27 @@ def _columns(scored: Sequence[EpisodeEnd], names: Sequence[str], min_group_size:
     }
 
 
-class PromptSet(NamedTuple):
-    """A table of [[rl.validation]] and its prompts."""
-
-    table: PromptSetConfig
-    prompts: list[Prompt]
-
-
 def pass_at(k: int, samples: int, passed: int) -> float:
     """Estimate pass@k, the probability that any of k samples passes, without bias, from ``passed`` of ``samples``
     samples (arXiv 2107.03374)."""
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
-def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, float]:
+def validate_sets(sampler: Sampler, sets: Sequence[tuple[PromptSetConfig, Sequence[Prompt]]]) -> dict[str, float]:
     """Compute the columns of each set. Collective.
 
     They are the mean reward, the number of failed samples, which have no reward and are not in that mean, the mean
     number of tokens, and pass@k for the powers of two up to the samples of a prompt. An answer passes if the first of
     [[rl.rewards]] gives it at least 1, up to rounding. A failed sample never passes. Seeds depend on the prompt only,
     so two validations differ only by the weights.
+
+    Args:
+        sets: tables of [[rl.validation]] with their prompts.
     """
     columns: dict[str, float] = {}
-    for prompt_set in sets:
-        table = prompt_set.table
+    for table, prompts in sets:
         rules = sampler.rules._replace(temperature=table.temperature, routes=False)
-        scored = _answered(sampler, f"validation {table.name}", prompt_set.prompts, table.samples, rules)
+        scored = _answered(sampler, f"validation {table.name}", prompts, table.samples, rules)
         if scored is None:
             continue
         first = sampler.config.rewards[0].name
@@ -331,7 +326,7 @@ def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> li
 
 def _answered(
     sampler: Sampler, purpose: str, prompts: Sequence[Prompt], samples: int, rules: SamplingRules
-) -> list[EpisodeEnd] | None:
+) -> list[Episode] | None:
     """Answer each prompt and score the answers; None if a stop was requested. Collective."""
     numbered = dict(enumerate(prompts))
     episodes = sampler.generate(numbered, rules, purpose, samples)

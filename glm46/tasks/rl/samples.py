@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm46.tasks.rl.rollout.records import EpisodeEnd
+from glm46.tasks.rl.rollout.records import Episode
 
 OUTCOMES = ("finished", "truncated")
 
@@ -108,20 +108,19 @@ def _flat(rows: Iterable[Iterable[float]], kind: type[np.generic]) -> np.ndarray
     return np.fromiter(chain.from_iterable(rows), kind)
 
 
-def to_samples(episodes: Sequence[EpisodeEnd], part_names: Sequence[str], **facts: Any) -> Samples:
+def to_samples(episodes: Sequence[Episode], part_names: Sequence[str], **facts: Any) -> Samples:
     """Convert scored episodes to a record.
 
     Args:
         part_names: names of the rewards.
         facts: other fields of `Samples`.
     """
-    numbered = [(number, *sample) for number, episode in enumerate(episodes) for sample in episode.samples]
-    completions = [completion for *_, completion in numbered]
+    completions = [sample for episode in episodes for sample in episode.samples]
+    samples_of_episodes = [len(episode.samples) for episode in episodes]
     # Convert all samples at once: small arrays per sample took 10 % of the time of an rl_debug.toml step outside of the
     # model.
     generated = _flat((completion.tokens for completion in completions), np.int32)
     inputs = generated.copy()
-    versions = np.zeros_like(generated)
     is_target = np.ones(len(generated), np.bool_)
     start = 0
     for completion in completions:
@@ -129,33 +128,27 @@ def to_samples(episodes: Sequence[EpisodeEnd], part_names: Sequence[str], **fact
             is_target[start + first : start + end] = False
         for index, marker in completion.contradicted:
             inputs[start + index] = marker
-        end = start + len(completion.tokens)
-        for span in completion.spans:
-            versions[start + span.start : end] = span.version
-        start = end
-    lengths = np.array([(len(prompt), len(completion.tokens)) for _, prompt, completion in numbered], np.int64).reshape(
-        -1, 2
-    )
+        start = start + len(completion.tokens)
+    lengths = np.array([(len(sample.prompt), len(sample.tokens)) for sample in completions], np.int64).reshape(-1, 2)
     is_generated = np.repeat(np.arange(lengths.size) % 2 == 1, lengths.ravel())
     tokens = np.empty(len(is_generated), np.int32)
     targets = np.full(len(is_generated), -1, np.int32)
-    tokens[~is_generated] = _flat((prompt for _, prompt, _ in numbered), np.int32)
+    tokens[~is_generated] = _flat((completion.prompt for completion in completions), np.int32)
     tokens[is_generated] = inputs
     targets[is_generated] = np.where(is_target, generated, -1)
     routes = [completion.routes for completion in completions if completion.routes is not None]
+    parts = np.array([[episode.parts[name] for name in part_names] for episode in episodes])
     return Samples(
         tokens=tokens,
         targets=targets,
         ends=lengths.sum(1).cumsum(),
         prompt_lengths=lengths[:, 0].copy(),
         logprobs=_flat((completion.logprobs for completion in completions), np.float32)[is_target],
-        versions=versions[is_target],
-        episode=np.array([number for number, *_ in numbered], np.int64),
+        versions=_flat((completion.versions for completion in completions), np.int32)[is_target],
+        episode=np.arange(len(episodes)).repeat(samples_of_episodes),
         group=np.array([episode.group for episode in episodes], np.int64),
         reward=np.array([episode.reward for episode in episodes], np.float64),
-        parts=np.array([[episode.parts[name] for name in part_names] for episode in episodes]).reshape(
-            -1, len(part_names)
-        ),
+        parts=parts.reshape(-1, len(part_names)),
         outcome=np.array([episode.completion.finish == "length" for episode in episodes], np.uint8),
         routes=np.concatenate(routes) if routes else None,
         part_names=list(part_names),

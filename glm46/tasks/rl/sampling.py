@@ -23,12 +23,12 @@ from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
 from glm46.tasks.rl.rollout.local import LocalEngine
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-Take = Callable[[int, int], list[EpisodeEnd] | None]
+Take = Callable[[int, int], list[Episode] | None]
 """Takes the number of the first prompt and a count of groups, and returns their episodes; None if a stop was requested.
 Collective."""
 
@@ -95,14 +95,14 @@ class Sampler:
             requests.append(Request(prompt.tokens, seed, self.section.max_new_tokens))
         return requests
 
-    def generate_groups(self, first: int, count: int) -> list[EpisodeEnd] | None:
+    def generate_groups(self, first: int, count: int) -> list[Episode] | None:
         """Generate groups with the engine's current weights; see `Take`."""
         prompts = {number: self.prompt(number) for number in range(first, first + count)}
         return self.generate(prompts, self.rules)
 
     def generate(
         self, prompts: Mapping[int, Prompt], rules: SamplingRules, what: str = "sample", count: int | None = None
-    ) -> list[EpisodeEnd] | None:
+    ) -> list[Episode] | None:
         """Generate episodes, not yet scored; None if a stop was requested.
 
         Args:
@@ -120,7 +120,7 @@ class Sampler:
             ends = (
                 None
                 if is_aborted
-                else [EpisodeEnd([SessionSample(request.prompt, completion)]) for (_, request), completion in pairs]
+                else [Episode([completion._replace(prompt=request.prompt)]) for (_, request), completion in pairs]
             )
         else:
             ends = run_episodes(self.environment, prompts.__getitem__, numbered, self.engine, rules, self.is_stopped)
@@ -128,7 +128,7 @@ class Sampler:
             return None
         return [end._replace(group=number) for end, (number, _) in zip(ends, numbered, strict=True)]
 
-    def score(self, ends: Sequence[EpisodeEnd], prompts: Mapping[int, Prompt]) -> list[EpisodeEnd]:
+    def score(self, ends: Sequence[Episode], prompts: Mapping[int, Prompt]) -> list[Episode]:
         """Return episodes with their rewards, or with the fault that left them without. Each rank scores its share.
 
         Args:
@@ -138,7 +138,7 @@ class Sampler:
             UserError: if rewards cannot be loaded.
         """
 
-        def scores(share: list[EpisodeEnd]) -> list[Score]:
+        def scores(share: list[Episode]) -> list[Score]:
             answers = [
                 self._answer(prompts[episode.group], episode.completion)._replace(score=episode.score)
                 for episode in share
@@ -155,8 +155,8 @@ class Sampler:
         if self.config.reward_model is not None and self.reward_model is not None and valid:
             weight = self.config.reward_model.weight
             rows = list[list[int]]()
-            for (prompt, completion), *_ in (scored[number].samples for number in valid):
-                rows.append([*prompt, *completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]])
+            for sample in (scored[number].completion for number in valid):
+                rows.append([*sample.prompt, *sample.tokens[: len(sample.tokens) - (sample.finish == "stop")]])
             results = [score.plus(weight, value) for score, value in zip(results, self.reward_model(rows), strict=True)]
         for number, score in zip(valid, results, strict=True):
             scored[number] = scored[number]._replace(reward=score.total, parts=score.parts, fault=score.fault)
@@ -170,7 +170,7 @@ class Sampler:
             )
         return scored
 
-    def worth_a_step(self, ends: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
+    def worth_a_step(self, ends: Sequence[Episode]) -> list[Episode]:
         """Return the scored episodes of groups that have a baseline and that dynamic sampling keeps."""
         sizes = Counter(episode.group for episode in ends)
         kept = [episode for episode in ends if sizes[episode.group] >= self.least_samples]
@@ -183,7 +183,7 @@ class Sampler:
         return answer_of(prompt, completion, self.tokenizer, self.rules.stop, thinking=self._thinking)
 
 
-def rewards_and_groups(ends: Sequence[EpisodeEnd]) -> tuple[torch.Tensor, torch.Tensor]:
+def rewards_and_groups(ends: Sequence[Episode]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rewards, FP64 [E], and group numbers, int64 [E]."""
     return torch.tensor([episode.reward for episode in ends]).double(), torch.tensor(
         [episode.group for episode in ends]
@@ -196,7 +196,8 @@ def _by_shares(work: Callable[[list[_Item]], list[_Result]], items: Sequence[_It
     Raises:
         UserError: on all ranks, if the work of any rank raised one.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     local_results = run_on_all_ranks(lambda: work(list(items[rank::ranks])))
     if ranks == 1:  # a gather of objects would only copy them, by pickle
         return local_results

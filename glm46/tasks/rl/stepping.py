@@ -135,7 +135,7 @@ class StepBuilder:
         started = time.perf_counter()
         for name, (network_name, form, attribute) in evaluations.items():
             network = self._networks[network_name]
-            record = TokenRecord(len(samples.logprobs))
+            values = torch.full((len(samples.logprobs),), -torch.inf)
             for batch in chain(*steps):
                 is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
                 is_adapted = name != "reference_logprobs"
@@ -144,27 +144,19 @@ class StepBuilder:
                     inputs = {key: value for key, value in batch.items() if not key.startswith("mtp_")}
                 output = network.evaluate(inputs, form, replay_routes=is_replayed, adapted=is_adapted)
                 if output is not None:
-                    record.add(batch, network.whole_rows(getattr(output, attribute).unsqueeze(0), batch)[0])
+                    collect(network.whole_rows(getattr(output, attribute).unsqueeze(0), batch)[0], batch, values)
             network.release()
-            fields[name] = record.of_all_ranks()
+            fields[name] = gathered(values)
         seconds = time.perf_counter() - started
         engine_logprobs = torch.from_numpy(samples.logprobs)
         fields["rollout_logprobs"] = fields["old_logprobs"] if samples.is_demonstration else engine_logprobs
         return fields, seconds
 
 
-class TokenRecord:
-    """Collects values of a rollout's targets from the micro-batches of all ranks."""
+def gathered(values: Tensor) -> Tensor:
+    """Merge the values of a rollout's targets, FP32 [G], over all ranks, in place. Collective.
 
-    def __init__(self, targets: int):
-        self._values = torch.full((targets,), -torch.inf)
-
-    def add(self, batch: Batch, values: Tensor) -> None:
-        """Record the values [B, S] of a micro-batch of `StepBuilder.batches`: whole rows, on any device."""
-        collect(values.cpu(), batch, self._values)
-
-    def of_all_ranks(self) -> Tensor:
-        """Return the values of all targets, FP32 [G]. Collective."""
-        # Each rank has the values of its own rows. Ranks that compute the same rows may differ in the last bits.
-        dist.all_reduce(self._values, dist.ReduceOp.MAX)
-        return self._values
+    Each rank has collected the values of its own rows; the others are minus infinity.
+    """
+    dist.all_reduce(values, dist.ReduceOp.MAX)  # ranks that compute the same rows may differ in the last bits
+    return values

@@ -11,7 +11,7 @@ import torch
 from glm46.compute.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
 from glm46.config.rl import ResolvedRL
-from glm46.config.rl_data import WITHOUT_LABELS, PromptsConfig
+from glm46.config.rl_data import WITHOUT_LABELS, PromptsConfig, PromptSetConfig
 from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.network import Network, build_frozen_network, build_network
@@ -29,12 +29,12 @@ from glm46.tasks.rl.environment import build_environment
 from glm46.tasks.rl.episode_checks import require_episodes
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.journal_files import FOLDER
-from glm46.tasks.rl.loop import RolloutLoop, RolloutStep
+from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.tasks.rl.rewards.function_pool import READ_LABELS, reward_pool, sandbox_lines
 from glm46.tasks.rl.rollout.records import SamplingRules
-from glm46.tasks.rl.rollouts import PromptSet, answered_lines, validate_sets
+from glm46.tasks.rl.rollouts import answered_lines, validate_sets
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
 
@@ -71,7 +71,7 @@ class Reinforcement(Task):
         prompts, self._sets = run_on_all_ranks(self._read)
         environment_config = self._config.environment
         rewards = run_on_all_ranks(lambda: reward_pool(self._config))
-        for candidates in (prompts, *(prompt_set.prompts for prompt_set in self._sets)):
+        for candidates in (prompts, *(group for _, group in self._sets)):
             read_on_first_rank(partial(require_reachable_labels, candidates, rewards, thinking=self._keys.thinking))
         rules = SamplingRules(
             rollout.temperature,
@@ -91,7 +91,7 @@ class Reinforcement(Task):
             )
         )
         if environment_config is not None and environment_config.kind != "function":
-            all_prompts = [*prompts, *(prompt for prompt_set in self._sets for prompt in prompt_set.prompts)]
+            all_prompts = [*prompts, *(prompt for _, group in self._sets for prompt in group)]
             read_on_first_rank(partial(require_episodes, environment_config, self._keys, all_prompts))
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
@@ -112,7 +112,7 @@ class Reinforcement(Task):
         tokens = [prompt.tokens for group in (prompts, *(group for _, group in self._sets)) for prompt in group]
         self._stop: StopRequest | None = None
         self._progress: Progress | None = None
-        self._step: RolloutStep | None = None
+        self._step: StepBatches | None = None
         engine = build_engine(self.networks["policy"], self.tokenizer, tokens, rules, self._is_stopped)
         self._sampler = Sampler(
             self._config,
@@ -134,8 +134,9 @@ class Reinforcement(Task):
     def _is_stopped(self) -> bool:
         return self._stop is not None and self._stop.signal_name is not None
 
-    def _read(self) -> tuple[list[Prompt], list[PromptSet]]:
-        config, (_, rollout) = self.plan.config, self.plan.config.reinforcement
+    def _read(self) -> tuple[list[Prompt], list[tuple[PromptSetConfig, list[Prompt]]]]:
+        config = self.plan.config
+        _, rollout = config.reinforcement
         needs_label = any(reward.name in READ_LABELS for reward in self._config.rewards)
         max_prompt_tokens = config.training.seq_len - rollout.max_new_tokens
         if config.checkpoint.initial_load_in_hf:
@@ -146,7 +147,7 @@ class Reinforcement(Task):
                 Path(file), self._keys, self.tokenizer, most_tokens=max_prompt_tokens, needs_label=needs_label
             )
 
-        return read(self._keys.file), [PromptSet(table, read(table.file)) for table in self._config.validation]
+        return read(self._keys.file), [(table, read(table.file)) for table in self._config.validation]
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`. At the first step of a rollout, read it from the journal or generate it."""
@@ -157,7 +158,7 @@ class Reinforcement(Task):
             self._progress = progress
             self._steps = self._loop.steps(progress)
         self._step = next(self._steps)
-        return {} if self._step is None else self._step.columns
+        return {} if self._step is None else self._loop.columns
 
     @torch.no_grad()
     def _start_critic(self) -> None:
@@ -169,14 +170,9 @@ class Reinforcement(Task):
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`. No batches if a stop was requested."""
-        seq_len = self.plan.config.training.seq_len
-        step = self._step
-        if step is None:
-            return StepBatches([], sequences, seq_len, 0.0)
-        tokens = self.plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in step.batches)
-        return StepBatches(
-            step.batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=step.model_seconds
-        )
+        if self._step is None:
+            return StepBatches([], sequences, self.plan.config.training.seq_len, 0.0)
+        return self._step._replace(sequences=sequences)
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`. `prepare` has already filled the fields; this only advances the prompt counter.
@@ -185,7 +181,7 @@ class Reinforcement(Task):
         checkpoint generates the same rollout.
         """
         if self._progress is not None and self._step is not None:
-            self._progress.prompts = self._step.next_prompt
+            self._progress.prompts = self._loop.next_prompt
         return micro_batches
 
     def fingerprint(self) -> str:
@@ -254,7 +250,7 @@ class Reinforcement(Task):
         self._loop.write_fields()
         self._journal.finish()  # at the end of a run without checkpoints
         self._loop.update_weights(progress.step)
-        prompts = self._sets[0].prompts if self._sets else self._sampler.prompts
+        prompts = self._sets[0][1] if self._sets else self._sampler.prompts
         return answered_lines(self._sampler, prompts, progress.step)
 
 

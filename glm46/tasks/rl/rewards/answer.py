@@ -86,7 +86,7 @@ def exact(answer: Answer, options: Mapping[str, Any]) -> float:
     return float(bool(answer.result) and answer.result in {str(label).strip() for label in answer.labels})
 
 
-def exact_fault(label: Any) -> str:
+def exact_fault(label: object) -> str:
     """Explain why no answer can equal a label; empty if one can."""
     if not _is_text_or_number(label):
         return "is not a text or a finite number; write it as one of these, or as a list of them"
@@ -125,7 +125,7 @@ def maths(answer: Answer, options: Mapping[str, Any]) -> float:
     return float(any(same_answer(result, label, seconds) for label in expected))
 
 
-def maths_fault(label: Any) -> str:
+def maths_fault(label: object) -> str:
     """Explain why no result can equal a label; empty if one can."""
     if not _is_text_or_number(label):
         return "is not a text or a finite number; write the result as one of these"
@@ -133,7 +133,7 @@ def maths_fault(label: Any) -> str:
     return f"{fault}; correct it, leave the row out, or take the reward exact" if fault else ""
 
 
-def _is_text_or_number(label: Any) -> bool:
+def _is_text_or_number(label: object) -> bool:
     """Return True for a text or a finite number. A boolean is no number here, and nothing equals NaN."""
     return isinstance(label, str) or (
         isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)

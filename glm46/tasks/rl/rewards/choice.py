@@ -139,14 +139,14 @@ def choice(answer: Answer, options: Mapping[str, Any]) -> float:
     return float(_chosen(answer.result, answer.prompt, expected) in expected)
 
 
-def choice_fault(label: Any) -> str:
+def choice_fault(label: object) -> str:
     """Explain why a label is not a letter; empty for a letter."""
     if isinstance(label, str) and re.fullmatch(r"[A-Z]", _letter(label)):
         return ""
     return 'is no letter from A to Z; write one such as "C", or take the reward exact'
 
 
-def _letter(label: Any) -> str:
+def _letter(label: object) -> str:
     return str(label).strip().strip("()").upper()
 
 

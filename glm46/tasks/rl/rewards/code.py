@@ -96,7 +96,8 @@ def _last_program(text: str) -> str | None:
         fence = _FENCE.fullmatch(line)
         if lines is None:
             if fence and not ("`" in fence[2] and "`" in fence[3]):
-                indent, mark, language, lines = *fence.groups(), []
+                indent, mark, language = fence.groups()
+                lines = []
         elif fence and fence[2][0] == mark[0] and len(fence[2]) >= len(mark) and not fence[3].strip():
             if _PYTHON.match(language):
                 python_blocks.append("\n".join(lines))
@@ -135,7 +136,7 @@ def without_digit_limit() -> Iterator[None]:
 
 
 @without_digit_limit()
-def cases_of(label: Any) -> list[Case]:
+def cases_of(label: object) -> list[Case]:
     """Return the tests of a label. Raises ValueError for a label of another form."""
     try:
         tests = json.loads(label) if isinstance(label, str) else label
@@ -143,20 +144,23 @@ def cases_of(label: Any) -> list[Case]:
         tests = None
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
         return [Case(test) for test in tests]
-    inputs, outputs = (tests.get("inputs"), tests.get("outputs")) if isinstance(tests, Mapping) else (None, None)
+    table = tests if isinstance(tests, Mapping) else {}
+    inputs = table.get("inputs")
+    outputs = table.get("outputs")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
         raise ValueError(
             "is neither a list of tests in Python (assert statements) nor a table with inputs and outputs, two lists "
             "of one length above 0, nor JSON of them; write it as one of these"
         )
-    if (name := tests.get("fn_name")) not in (None, ""):
+    name = table.get("fn_name")
+    if name is not None and name != "":
         if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
             raise ValueError(f"fn_name {name!r:.60}: is not the name of a function; correct it")
         return _calls(name, inputs, outputs)
     return [Case("", _lines(stdin), _lines(stdout)) for stdin, stdout in zip(inputs, outputs, strict=True)]
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     """Return standard input or output of a label as text."""
     if isinstance(value, list) and all(_is_plain(line) for line in value):
         return "\n".join(map(str, value))
@@ -165,7 +169,7 @@ def _lines(value: Any) -> str:
     raise ValueError(f"{value!r:.60}: is neither a text nor a list of lines; correct it, or add fn_name")
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
@@ -211,7 +215,9 @@ def _test_status(program: str, test: str, *, cpu_seconds: float, seconds: float,
     script = str(Path(tested_program.__file__).absolute())
     rules = str(Path(objects_of_tests.__file__).absolute())
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    (to_program, from_test), (to_test, from_program), (verdict, to_verdict) = os.pipe(), os.pipe(), os.pipe()
+    to_program, from_test = os.pipe()
+    to_test, from_program = os.pipe()
+    verdict, to_verdict = os.pipe()
     with ExitStack() as stack, ExitStack() as child_ends:
         stack.callback(os.close, verdict)
         for descriptor in (to_program, from_test, to_test, from_program, to_verdict):

@@ -73,11 +73,8 @@ class Score(NamedTuple):
         return self._replace(total=total, parts=self.parts | {"model": value})
 
 
-class Reply(NamedTuple):
-    """The reply of an environment to a turn."""
-
-    text: str | None
-    """Text of the reply; None ends the conversation."""
+Result = tuple[Any, str]
+"""What a function returned, and why it failed; the reason is empty if it did not."""
 
 
 class FunctionPool:
@@ -112,20 +109,22 @@ class FunctionPool:
         """Return the scores of the answers in order. An error, a value that is not a finite number, or no value within
         the time limit of its rule drops the answer."""
         rules = range(len(self._rules))
-        values = iter(self._values([(rule, answer) for answer in answers for rule in rules]))
-        return [self._score(list(islice(values, len(rules)))) for _ in answers]
+        results = iter(self._results([(rule, answer) for answer in answers for rule in rules]))
+        return [self._score(list(islice(results, len(rules)))) for _ in answers]
 
-    def values(self, name: str, answers: Sequence[Answer]) -> list[Any]:
-        """Return the result of one function for each answer, or a text with the reason for a failure."""
+    def results(self, name: str, answers: Sequence[Answer]) -> list[Result]:
+        """Return the result of one function for each answer."""
         number = self.names.index(name)
-        return self._values([(number, answer) for answer in answers])
+        return self._results([(number, answer) for answer in answers])
 
-    def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
-        """Return the environment's reply to each turn, or a text with the reason for a failure: it raised, hung or
-        returned no text. A turn without text after its thought, or with an open thought, ends the conversation, because
-        calls in a thought are drafts."""
-        replies = iter(self.values(self.names[0], [answer for answer in answers if answer.spoken]))
-        return [next(replies) if answer.spoken else Reply(None) for answer in answers]
+    def reply(self, answer: Answer) -> tuple[str | None, str]:
+        """Return the environment's reply to a turn, None to end the conversation, and the reason if there is no reply
+        because the function raised, hung or returned no text. A turn without text after its thought, or with an open
+        thought, ends the conversation, because calls in a thought are drafts."""
+        if not answer.spoken:
+            return None, ""
+        (result,) = self.results(self.names[0], [answer])
+        return result
 
     def close(self) -> None:
         """End all processes, including those of calls in other threads, and start no more."""
@@ -139,17 +138,17 @@ class FunctionPool:
         end_worker(process)
         self._processes.discard(process)
 
-    def _score(self, values: Sequence[object]) -> Score:
+    def _score(self, results: Sequence[Result]) -> Score:
         parts = {}
         total = 0.0
-        fault = ""
-        for rule, value in zip(self._rules, values, strict=True):
-            if isinstance(value, float):
+        first_fault = ""
+        for rule, (value, fault) in zip(self._rules, results, strict=True):
+            if fault:
+                first_fault = first_fault or f"{rule.name}: {fault}"
+            else:
                 parts[rule.name] = value
                 total = total + rule.weight * value
-            else:
-                fault = fault or f"{rule.name}: {value}"
-        return Score(None if fault else total, parts, fault)
+        return Score(None if first_fault else total, parts, first_fault)
 
     def _start(self) -> tuple[Connection, BaseProcess]:
         """Start a process and wait until it has loaded the functions."""
@@ -172,22 +171,22 @@ class FunctionPool:
             raise UserError(f"{self._key}: a function cannot be loaded: {reason}; correct {user_functions}") from error
         return connection, process
 
-    def _values(self, tasks: Sequence[tuple[int, Any]]) -> list[Any]:
-        """Return the value, or the reason for a failure, of each task: the index of a rule and an answer."""
+    def _results(self, tasks: Sequence[tuple[int, Answer]]) -> list[Result]:
+        """Return the result of each task: the index of a rule and an answer."""
         threads = ThreadPoolExecutor(self._most)
-        calls = list[Future[Any] | None]()
+        calls = list[Future[Result] | None]()
         try:
             for rule, answer in tasks:
                 calls.append(None if self._rules[rule].name in _HERE else threads.submit(self._call, rule, answer))
             return [
-                _value(self._rules[rule], _HERE, answer) if call is None else call.result()
+                _result(self._rules[rule], _HERE, answer) if call is None else call.result()
                 for (rule, answer), call in zip(tasks, calls, strict=True)
             ]
         finally:
             threads.shutdown(cancel_futures=True)
 
-    def _call(self, rule: int, answer: Any) -> Any:
-        """Call a function that may hang in a process; return its value, or the reason for a failure."""
+    def _call(self, rule: int, answer: Answer) -> Result:
+        """Call a function that may hang in a process."""
         while True:
             task_number = next(self._numbers)
             is_new = False
@@ -205,19 +204,19 @@ class FunctionPool:
                 is_sent = True
                 end = time.monotonic() + self._rules[rule].seconds
                 while connection.poll(max(end - time.monotonic(), 0.0)):
-                    number, value, _ = connection.recv()
+                    number, result, _ = connection.recv()
                     if number == task_number:  # otherwise it belongs to an earlier task
                         self._idle.append((connection, process))
-                        return value
+                        return result
             except Exception as error:
                 self._end(process)
                 if not isinstance(error, EOFError | OSError):
                     raise UserError(f"{self._key}: a label cannot be pickled: {error}; simplify it") from error
                 if is_new or is_sent:  # otherwise it had ended before: try another process
-                    return f"its process ended with code {process.exitcode}"
+                    return None, f"its process ended with code {process.exitcode}"
             else:
                 self._end(process)
-                return f"no value within {self._rules[rule].seconds:g} s"
+                return None, f"no value within {self._rules[rule].seconds:g} s"
 
 
 def reward_pool(config: RLConfig) -> FunctionPool:
@@ -253,14 +252,14 @@ def environment_pool(table: EnvironmentConfig) -> FunctionPool:
     return FunctionPool([rule], key="rl.environment")
 
 
-_LOADED: list[Callable[[Answer], Any]] = []
+_LOADED: list[Callable[[Answer], Result]] = []
 """Functions by the index of their rule; only filled in a process of a pool."""
 
 
 def _load(rules: Sequence[RewardRule]) -> None:
     if any(rule.name == "math" for rule in rules):
         load_math_verify()  # before the first answer, whose time limit it would use up
-    _LOADED.extend(partial(_value, rule, {rule.name: _find(rule)}) for rule in rules)
+    _LOADED.extend(partial(_result, rule, {rule.name: _find(rule)}) for rule in rules)
 
 
 def _find(rule: RewardRule) -> Reward:
@@ -272,22 +271,22 @@ def _find(rule: RewardRule) -> Reward:
     return lambda answer, options: user_function(answer, **options)
 
 
-def _judge(rule: int, answer: Answer | None) -> Any:
-    return 0.0 if answer is None else _LOADED[rule](answer)  # None asks whether the functions are loaded
+def _judge(rule: int, answer: Answer | None) -> Result:
+    return (0.0, "") if answer is None else _LOADED[rule](answer)  # None asks whether the functions are loaded
 
 
-def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | Reply | str:
-    """Return the value of a function, or the reason for a failure. Verifiers may raise a BaseException that is not an
-    Exception, such as the timeout of math-verify."""
+def _result(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> Result:
+    """Call a function. Verifiers may raise a BaseException that is not an Exception, such as the timeout of
+    math-verify."""
     try:
         value: Any = rewards[rule.name](answer, rule.options)
         if rule.is_environment and (value is None or isinstance(value, str)):
-            return Reply(value and value.encode("utf-8", "replace").decode())
+            return value and value.encode("utf-8", "replace").decode(), ""
         if hasattr(value, "item") and not rule.is_environment:  # scalar of NumPy or torch
             value = value.item()
         if not rule.is_environment and isinstance(value, numbers.Real) and math.isfinite(value):
-            return float(value)
+            return float(value), ""
         fault = f"gave {value!r:.60}, which is not a {'text' if rule.is_environment else 'finite number'}"
     except BaseException as error:
         fault = f"{type(error).__name__}: {error}"
-    return fault.encode("utf-8", "replace").decode()  # records and logs cannot hold lone surrogates
+    return None, fault.encode("utf-8", "replace").decode()  # records and logs cannot hold lone surrogates

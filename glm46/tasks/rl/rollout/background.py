@@ -17,9 +17,8 @@ from glm46.files.standard_output import LineWriter, print_line
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
 from glm46.tasks.rl.rollout.records import (
     Completion,
-    EpisodeEnd,
+    Episode,
     Request,
-    SessionSample,
     pack_groups,
     unpack_groups,
 )
@@ -34,18 +33,18 @@ class Member:
     number: int
     """Number of the prompt, counted over the run."""
     request: Request
-    end: EpisodeEnd
+    end: Episode
     """Its stored result, or the part to continue from."""
-    result: EpisodeEnd | None = None
+    result: Episode | None = None
     """Its result, which may not be on disk yet."""
-    finish: Callable[[EpisodeEnd | BaseException], None] = lambda end: None
+    finish: Callable[[Episode | BaseException], None] = lambda end: None
     """Takes the result, or an error that ends the run. Callable from any thread; does not block."""
-    note: Callable[[SessionSample], None] = lambda turn: None
+    note: Callable[[Completion], None] = lambda turn: None
     """Takes a turn of an episode and soon stores it. Callable from any thread; does not block. After a restart the
     stored turns are the samples of the part to continue from."""
     cancel: Callable[[], object] | None = None
     """Ends it without a result; None until it has begun."""
-    parts: Callable[[], list[SessionSample]] = lambda: []
+    parts: Callable[[], list[Completion]] = lambda: []
     """Returns the tokens so far of a sample without turns."""
 
 
@@ -57,11 +56,11 @@ def begin_samples(requests: OpenRequests, members: Sequence[Member]) -> None:
     """See `Begin`: each member is one request."""
 
     def begin(member: Member) -> OpenRequest:
-        def sample(completion: Completion) -> list[SessionSample]:
-            return [SessionSample(member.request.prompt, completion)]
+        def sample(completion: Completion) -> list[Completion]:
+            return [completion._replace(prompt=member.request.prompt)]
 
         open_request = OpenRequest(
-            member.request, lambda completion: member.finish(EpisodeEnd(sample(completion))), member.end.completion
+            member.request, lambda completion: member.finish(Episode(sample(completion))), member.end.completion
         )
         member.cancel = partial(requests.drop, open_request)
         member.parts = lambda: sample(open_request.generated) if open_request.generated.tokens else []
@@ -91,7 +90,7 @@ class BackgroundGeneration:
         self._say = say
         self._has_turns = begin is not begin_samples
         self._groups: dict[int, list[Member]] = {}
-        self._unwritten: list[tuple[Member, EpisodeEnd]] = []
+        self._unwritten: list[tuple[Member, Episode]] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -112,7 +111,7 @@ class BackgroundGeneration:
         with self._changed:
             self._cancel(number)
         self._writer.submit(self._write).result()
-        nothing = EpisodeEnd([], is_part=True)
+        nothing = Episode([], is_part=True)
         path = self._path(number)
         read = [nothing] * len(requests)
         for index, end in read_ends(path, self._say):
@@ -135,8 +134,8 @@ class BackgroundGeneration:
         with self._changed:
             self._groups[number] = members
 
-    def _is_kept(self, end: EpisodeEnd, since: int) -> bool:
-        versions = {span.version for sample in end.samples for span in sample.completion.spans}
+    def _is_kept(self, end: Episode, since: int) -> bool:
+        versions = {version for sample in end.samples for version in sample.versions}
         return min(versions, default=since) >= since if self._requests.goes_on else versions == {since}
 
     def _cancel(self, number: int) -> None:
@@ -186,7 +185,7 @@ class BackgroundGeneration:
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
-    ) -> dict[int, list[EpisodeEnd]] | None:
+    ) -> dict[int, list[Episode]] | None:
         """Wait for this many finished groups and take them, due groups first, then by number. Return None if a stop was
         requested.
 
@@ -213,7 +212,7 @@ class BackgroundGeneration:
                 raise self._error
             return {number: [member.end for member in self._groups.pop(number)] for number in numbers}
 
-    def _finish(self, member: Member, end: EpisodeEnd | BaseException) -> None:
+    def _finish(self, member: Member, end: Episode | BaseException) -> None:
         with self._changed:
             members = self._groups.get(member.number, [])
             if isinstance(end, BaseException):
@@ -226,9 +225,9 @@ class BackgroundGeneration:
                 self._unwritten += done if len(done) == len(waiting) else []
         self._writer.submit(self._write)
 
-    def _note(self, member: Member, turn: SessionSample) -> None:
+    def _note(self, member: Member, turn: Completion) -> None:
         with self._changed:
-            self._unwritten.append((member, EpisodeEnd([turn], is_part=True)))
+            self._unwritten.append((member, Episode([turn], is_part=True)))
         self._writer.submit(self._write)
 
     def _write(self) -> None:
@@ -264,7 +263,7 @@ class BackgroundGeneration:
         return self._folder / f"prompt_{number:08d}"
 
 
-def _line(indexed_end: tuple[int, EpisodeEnd]) -> bytes:
+def _line(indexed_end: tuple[int, Episode]) -> bytes:
     index, end = indexed_end
     packed = b64encode(pack_groups({index: [end]}))
     return b"%08x %s\n" % (crc32(packed), packed)
@@ -286,7 +285,7 @@ def append_durably(path: Path, lines: Iterable[bytes]) -> None:
     sync_folder(path.parent)
 
 
-def read_ends(path: Path, say: LineWriter = print_line) -> Iterator[tuple[int, EpisodeEnd]]:
+def read_ends(path: Path, say: LineWriter = print_line) -> Iterator[tuple[int, Episode]]:
     """Yield the lines of a group's file: index and result, or part, of a member. Truncate the file before the first
     line that is incomplete, because of a kill, or unreadable, so that new lines can follow."""
     content = path.read_bytes() if path.is_file() else b""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from glm46.storage.chats.conversation import Message, parse_prompt, parse_tools
-from glm46.tasks.rl.rollout.session import AnsweredTurn
+from glm46.tasks.rl.rollout.session import Turn
 
 _READ = frozenset(
     {
@@ -119,10 +119,10 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no value of JSON")
 
 
-def completion_response(table: Mapping[str, Any], answered: AnsweredTurn, name: str) -> tuple[str, str]:
+def completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> tuple[str, str]:
     """Format the answer of a turn, whole or as a stream of events; return it with its content type."""
-    answer = answered.answer
-    completion = answered.completion
+    answer = turn.answer
+    completion = turn.completion
     # The policy may call a tool although the request forbids it; the program then gets only the text.
     tool_calls = () if table.get("tool_choice") == "none" else answer.tool_calls
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning}
@@ -137,7 +137,7 @@ def completion_response(table: Mapping[str, Any], answered: AnsweredTurn, name: 
     ]
     message |= {"tool_calls": calls} if calls else {}
     finish = "tool_calls" if calls and completion.finish == "stop" else completion.finish
-    prompt = answered.turn.length
+    prompt = turn.length
     generated = len(completion.tokens)
     usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
     about = {"id": name, "created": int(time.time()), "model": str(table.get("model") or "policy")}

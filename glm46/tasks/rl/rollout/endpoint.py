@@ -12,7 +12,7 @@ from glm46.tasks.rl.rollout.chat_api import RefusedRequest, completion_response,
 from glm46.tasks.rl.rollout.http_requests import Client, bearer_key, body_length, body_parts, response
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
 from glm46.tasks.rl.rollout.records import Completion
-from glm46.tasks.rl.rollout.session import AnsweredTurn, NoRoom, Session, Turn
+from glm46.tasks.rl.rollout.session import NoRoom, Session, Turn
 
 _LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 2**23
@@ -34,7 +34,7 @@ _PATHS = (("POST", "chat/completions"), ("GET", "models"))
 class _Waiting:
     """A turn that is being generated."""
 
-    episode: "Episode"
+    access: "PolicyAccess"
     asked: OpenRequest
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     clients: int = 0
@@ -42,9 +42,10 @@ class _Waiting:
 
 
 @dataclass(eq=False)
-class Episode:
-    """A running program and its session."""
+class PolicyAccess:
+    """Access of a running program to the policy: its session, its address and key, and why it ended."""
 
+    endpoint: "PolicyEndpoint"
     name: str
     key: str
     """Bearer key of its requests."""
@@ -59,6 +60,11 @@ class Episode:
     requests: int = 0
     fault: str = ""
     has_failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables for clients of OpenAI's API."""
+        return {"OPENAI_BASE_URL": self.endpoint.base_url(self), "OPENAI_API_KEY": self.key}
 
     def fail(self, fault: str) -> None:
         """End the episode; the first reason is kept."""
@@ -77,7 +83,7 @@ class PolicyEndpoint:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._said = set[str]()
-        self._episodes: dict[str, Episode] = {}
+        self._by_name: dict[str, PolicyAccess] = {}
         self._reading: dict[asyncio.StreamWriter, None] = {}
         self._waiting: dict[Turn, _Waiting] = {}
         self._address = ""
@@ -98,25 +104,25 @@ class PolicyEndpoint:
         finally:
             server.close()
 
-    def open(self, session: Session, most_turns: int, engine: Requests) -> Episode:
+    def open(self, session: Session, most_turns: int, engine: Requests) -> PolicyAccess:
         """Begin an episode."""
         max_requests = _REQUESTS_PER_TURN * most_turns + _MORE_REQUESTS
-        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, engine, max_requests)
-        self._episodes[episode.name] = episode
-        return episode
+        access = PolicyAccess(self, secrets.token_hex(8), secrets.token_urlsafe(24), session, engine, max_requests)
+        self._by_name[access.name] = access
+        return access
 
-    def close(self, episode: Episode) -> None:
+    def close(self, access: PolicyAccess) -> None:
         """End and forget an episode; its pending turns are not recorded."""
-        episode.is_open = False
-        self._episodes.pop(episode.name, None)
-        for turn in [turn for turn, waiting in self._waiting.items() if waiting.episode is episode]:
+        access.is_open = False
+        self._by_name.pop(access.name, None)
+        for turn in [turn for turn, waiting in self._waiting.items() if waiting.access is access]:
             waiting = self._waiting.pop(turn)
-            episode.engine.drop(waiting.asked)
+            access.engine.drop(waiting.asked)
             waiting.answered.set()
 
-    def base_url(self, episode: Episode) -> str:
+    def base_url(self, access: PolicyAccess) -> str:
         """Return the base URL for clients of OpenAI's API."""
-        return f"{self._address}/s/{episode.name}/v1"
+        return f"{self._address}/s/{access.name}/v1"
 
     def _give(self, turn: Turn, completion: Completion) -> None:
         """Record the completion of a turn, and wake its clients."""
@@ -124,11 +130,11 @@ class PolicyEndpoint:
             return
         try:
             if completion.finish == "abort":
-                waiting.episode.fail("its server did not finish it (rollout.deadline_seconds)")
+                waiting.access.fail("its server did not finish it (rollout.deadline_seconds)")
             else:
-                waiting.episode.session.end(turn, completion)
+                waiting.access.session.end(turn, completion)
         except Exception as error:
-            waiting.episode.fail(f"its turn cannot be recorded: {type(error).__name__}: {error}")
+            waiting.access.fail(f"its turn cannot be recorded: {type(error).__name__}: {error}")
             raise  # asyncio logs it and keeps running
         finally:
             waiting.answered.set()
@@ -158,7 +164,9 @@ class PolicyEndpoint:
             await writer.drain()
         writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Episode, str, bytes]:
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[PolicyAccess, str, bytes]:
         """Read a request and check its key; return the episode, the requested resource and the body."""
         request_line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = request_line.split(" ", 2)
@@ -171,21 +179,21 @@ class PolicyEndpoint:
         size = 0
         _, _, rest = path.partition("/s/")
         name, _, resource = rest.partition("?")[0].partition("/v1/")
-        episode = self._episodes.get(name)
-        target: Episode | RefusedRequest
-        if episode is None:
+        access = self._by_name.get(name)
+        target: PolicyAccess | RefusedRequest
+        if access is None:
             target = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
-        elif not secrets.compare_digest(bearer_key(headers).encode(), episode.key.encode()):
+        elif not secrets.compare_digest(bearer_key(headers).encode(), access.key.encode()):
             target = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
         elif (method, resource) not in _PATHS:
             target = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
         else:
-            target = episode
+            target = access
         target = _fitting(target, body_length(headers))  # before reading, which may exceed the time limit
         async for part in body_parts(reader, headers):  # to its end: a client that writes does not read
             size += len(part)
             target = _fitting(target, size)
-            if isinstance(target, Episode):
+            if isinstance(target, PolicyAccess):
                 content += part
             elif size > _MOST_DISCARDED:
                 break
@@ -193,14 +201,14 @@ class PolicyEndpoint:
             raise target
         return target, resource, bytes(content)
 
-    async def _answer(self, episode: Episode, resource: str, body: bytes, client: Client) -> bytes:
+    async def _answer(self, access: PolicyAccess, resource: str, body: bytes, client: Client) -> bytes:
         """Return the response to a request; for a stream, whose head is already sent, its events."""
-        episode.requests += 1
-        if episode.requests > episode.most_requests:
-            episode.fail(f"it sent more than {episode.most_requests} requests")
-        if not episode.is_open:
-            raise RefusedRequest(409, f"this episode has ended: {episode.fault or 'its program has'}", "session_closed")
-        session = episode.session
+        access.requests += 1
+        if access.requests > access.most_requests:
+            access.fail(f"it sent more than {access.most_requests} requests")
+        if not access.is_open:
+            raise RefusedRequest(409, f"this episode has ended: {access.fault or 'its program has'}", "session_closed")
+        session = access.session
         if resource == "models":
             model = {"id": "policy", "object": "model", "created": 0, "owned_by": "glm46"}
             return response(200, json.dumps({"object": "list", "data": [model | {"max_model_len": session.window}]}))
@@ -209,21 +217,21 @@ class PolicyEndpoint:
         try:
             turn = session.begin(request.messages, request.tools, request.max_tokens)
         except NoRoom as error:
-            episode.turns_before_refusal = len(session.turns)
-            episode.no_room = episode.no_room or str(error)
+            access.turns_before_refusal = len(session.turns)
+            access.no_room = access.no_room or str(error)
             raise RefusedRequest(400, f"prompt is too long: {error}", "context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
         if request.table.get("stream"):
             client.begin_stream()
-        answered = await self._answered(episode, turn, client)
+        await self._answered(access, turn, client)
         number = session.turns.index(turn)
-        if number >= episode.turns_before_refusal:
-            episode.no_room = ""  # the program has made room, and continues
-        text, kind = completion_response(request.table, answered, f"chatcmpl-{episode.name}-{number}")
+        if number >= access.turns_before_refusal:
+            access.no_room = ""  # the program has made room, and continues
+        text, kind = completion_response(request.table, turn, f"chatcmpl-{access.name}-{number}")
         return text.encode() if client.is_streaming else response(200, text, kind)
 
-    async def _answered(self, episode: Episode, turn: Turn, client: Client) -> AnsweredTurn:
+    async def _answered(self, access: PolicyAccess, turn: Turn, client: Client) -> None:
         """Wait for the answer of a turn and deliver it.
 
         Raises:
@@ -231,15 +239,15 @@ class PolicyEndpoint:
             ConnectionResetError: the client is gone. The turn is still generated, because the client may repeat the
                 request.
         """
-        session = episode.session
-        if turn not in session.answered:
+        session = access.session
+        if not turn.is_answered:
             if turn not in self._waiting:
                 call_soon = asyncio.get_running_loop().call_soon_threadsafe
                 open_request = OpenRequest(
                     session.request(turn), lambda completion: call_soon(self._give, turn, completion)
                 )
-                self._waiting[turn] = _Waiting(episode, open_request)
-                episode.engine.ask([open_request])
+                self._waiting[turn] = _Waiting(access, open_request)
+                access.engine.ask([open_request])
             waiting = self._waiting[turn]
             waiting.clients += 1
             try:
@@ -249,12 +257,11 @@ class PolicyEndpoint:
                 if not waiting.clients:
                     session.withdraw(turn)
                 raise
-        if turn not in session.answered:
-            raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
+        if not turn.is_answered:
+            raise RefusedRequest(409 if not access.fault else 503, f"this episode has ended: {access.fault}")
         if client.is_gone:
             raise ConnectionResetError("the program has closed the connection")
         session.deliver(turn)
-        return session.answered[turn]
 
     def _say_silent(self, names: Sequence[str]) -> None:
         """Log request keys without effect, each once."""
@@ -268,7 +275,7 @@ class PolicyEndpoint:
                 )
 
 
-def _fitting(target: Episode | RefusedRequest, size: int) -> Episode | RefusedRequest:
+def _fitting(target: PolicyAccess | RefusedRequest, size: int) -> PolicyAccess | RefusedRequest:
     """Return the target of a body of this many bytes; if it is too large, end the episode and return a refusal."""
     if isinstance(target, RefusedRequest) or size <= _MOST_BYTES:
         return target

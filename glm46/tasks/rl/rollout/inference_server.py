@@ -13,7 +13,7 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, call, exchange
-from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, token_versions
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 QUICK_SECONDS = 10.0
@@ -76,8 +76,8 @@ class InferenceServer(ABC):
     @abstractmethod
     def _generated(
         self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
-    ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
-        """Return tokens, log-probabilities, finish, versions and experts of a completion, with a logit bias."""
+    ) -> tuple[list[int], list[float], str, list[tuple[int, int]], np.ndarray | None]:
+        """Return tokens, log-probabilities, finish, version spans and experts of a completion, with a logit bias."""
 
     def check_stop(self, stop: Sequence[int]) -> None:
         """Require that each stop token ends a completion: the chat format has three, server defaults perhaps one.
@@ -176,7 +176,7 @@ def checked(
     tokens: list[int],
     logprobs: list[float],
     finish: str,
-    spans: list[VersionSpan],
+    spans: list[tuple[int, int]],
     routes: np.ndarray | None = None,
 ) -> Completion:
     """Return the completion if it is valid.
@@ -202,7 +202,7 @@ def checked(
         if routes is None or routes.ndim != 3 or len(routes) < fed:
             raise CallError(f"experts {None if routes is None else routes.shape} of {fed} tokens")
         routes = routes[:fed]
-    return Completion(tokens, logprobs, finish, spans, routes)
+    return Completion(tokens, logprobs, finish, token_versions(spans, len(tokens)), routes)
 
 
 def version_of(text: object) -> int:

@@ -19,11 +19,9 @@ from glm46.engine.training.network import Network
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.records import (
     Completion,
-    EpisodeEnd,
+    Episode,
     Request,
     SamplingRules,
-    SessionSample,
-    VersionSpan,
     pack_groups,
     unpack_groups,
 )
@@ -137,7 +135,8 @@ class LocalEngine:
         Args:
             exchange: called on rank 0 before each token. It may block until there is a request or the exchange ends.
         """
-        local, groups = dict[int, Continuation](), dict[int, int]()
+        local = dict[int, Continuation]()
+        groups = dict[int, int]()
 
         def arriving() -> list[Continuation] | None:
             ended = {number: continuation for number, continuation in local.items() if continuation.finish is not None}
@@ -190,7 +189,7 @@ class LocalEngine:
 
     def _completion(self, sample: Continuation, rules: SamplingRules) -> Completion:
         assert sample.finish is not None, "it has ended"
-        spans = [VersionSpan(0, self._version)] if sample.tokens else []
+        versions = [self._version] * len(sample.tokens)
         routes = sample.routes.numpy() if rules.routes and sample.routes is not None else None
         if routes is not None and routes.dtype != np.uint8:
             routes = routes.astype(np.uint16)
@@ -198,7 +197,7 @@ class LocalEngine:
             sample.tokens,
             sample.logprobs,
             sample.finish,
-            spans,
+            versions,
             routes,
             (),
             sample.drafted,
@@ -209,8 +208,8 @@ class LocalEngine:
         """Pack completions by request number. Only the first of the ranks with the same rows sends them; it is in the
         first pipeline stage."""
         sent = ended if self._mesh.is_first_of_rows else {}
-        samples = {n: SessionSample([], self._completion(continuation, rules)) for n, continuation in sent.items()}
-        return pack_groups({n: [EpisodeEnd([sample])] for n, sample in samples.items()}) if samples else b""
+        samples = {n: Episode([self._completion(continuation, rules)]) for n, continuation in sent.items()}
+        return pack_groups({n: [sample] for n, sample in samples.items()}) if samples else b""
 
     def close(self) -> None:
         """See `Engine.close`."""

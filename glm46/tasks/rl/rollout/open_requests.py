@@ -278,7 +278,7 @@ def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError
     """Return an error if a completion is from other weights, or was aborted without an order to the server."""
     if completion.finish == "abort" and not was_told:
         return CallError("it aborted a request by itself")  # for example because it is shutting down
-    generated_by = {span.version for span in completion.spans}
+    generated_by = set(completion.versions)
     if generated_by != {version} and completion.tokens:
         return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
     return None

@@ -6,10 +6,11 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.config.printable import printable
@@ -17,7 +18,7 @@ from glm46.files.local_disk import real_path
 from glm46.files.scratch import async_scratch_folder
 from glm46.storage.judge.jail import FIRST_FOLDER, NO_JAIL, jail_of_programs, jailed, places_of
 from glm46.storage.judge.landlock import Access
-from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
+from glm46.tasks.rl.rollout.endpoint import PolicyAccess, PolicyEndpoint
 
 _LAST_WORDS_SECONDS = 0.5
 _TICK_SECONDS = 0.01
@@ -39,6 +40,47 @@ _OF_JUDGES = {
     "GIT_CONFIG_VALUE_1": "/dev/null",
 }
 """Environment of scoring programs: Python and git must run no code from the folder of an episode."""
+
+
+@dataclass(eq=False)
+class Program:
+    """A running program. Tasks read its outputs, of which the ends are kept."""
+
+    process: asyncio.subprocess.Process
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    output: bytearray
+    """The end of its standard output, if it is read to its end."""
+    errors: bytearray
+    """The end of its standard error."""
+    reading: list[asyncio.Task[None]]
+
+    async def write(self, content: bytes) -> None:
+        """Write to standard input, which the program may have closed."""
+        with suppress(OSError):
+            self.stdin.write(content)
+            await self.stdin.drain()
+
+    async def write_all(self, content: bytes) -> None:
+        """Write the whole standard input, and close it."""
+        await self.write(content)
+        self.stdin.close()
+
+    async def first(self, seconds: float, *events: Coroutine) -> list[asyncio.Task | None]:
+        """Wait at most this long for the end of the program, or for the first of some events.
+
+        Returns:
+            The tasks of end and events, with None for what has not happened; these are cancelled.
+        """
+        tasks = [asyncio.create_task(event) for event in (end_of(self.process), *events)]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if tasks[0] in done:
+            await asyncio.wait(self.reading, timeout=_LAST_WORDS_SECONDS)  # for what it wrote before its end
+        return [task if task in done else None for task in tasks]
 
 
 class ProgramOutcome(NamedTuple):
@@ -84,7 +126,7 @@ class Programs:
         variables: Mapping[str, str],
         endpoint: PolicyEndpoint | None,
         judged: str | None = None,
-    ) -> AsyncIterator[asyncio.subprocess.Process]:
+    ) -> AsyncIterator[Program]:
         """Start a program in its own sandbox and session; it ends with this context.
 
         Args:
@@ -118,12 +160,18 @@ class Programs:
             )
             process = asyncio.subprocess.Process(transport, protocol, loop)
             connecting = asyncio.create_task(_serve_inside(start.channel and start.channel.dup(), endpoint))
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
+        assert process.stderr is not None, "it is a pipe"
+        errors = bytearray()
+        reading = [asyncio.create_task(_keep_end(process.stderr, errors))]
         try:
-            yield process
+            yield Program(process, process.stdin, process.stdout, bytearray(), errors, reading)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            connecting.cancel()
+            for task in (connecting, *reading):
+                task.cancel()
             while process.returncode is None:  # asyncio's wait returns only after its output is closed
                 await asyncio.sleep(_TICK_SECONDS)
             transport.close()
@@ -134,62 +182,40 @@ class Programs:
         folder: str,
         variables: Mapping[str, str],
         seconds: float,
-        stdin: bytes,
-        policy: tuple[PolicyEndpoint, Episode] | None = None,
+        stdin: bytes = b"",
+        *,
+        policy: PolicyAccess | None = None,
+        is_judge: bool = False,
     ) -> ProgramOutcome:
         """Run a program until it or its episode ends.
 
         Args:
             folder: folder of the episode.
             stdin: standard input.
-            policy: endpoint and episode of the program. None for a scoring program, which judges the folder: it runs in
-                an empty folder and has no connections, because the policy may have written files that would otherwise
-                be loaded from the current folder.
+            policy: the policy that it may call, if any.
+            is_judge: the program scores the folder. It runs in an empty folder, because the policy may have written
+                files that would otherwise be loaded from the current folder.
         """
-        if policy is not None:
-            endpoint, episode = policy
-            start = self.started(command, folder, variables, endpoint)
-            return await self._run_to_end(start, command, seconds, stdin, episode)
-        async with async_scratch_folder() as empty_folder:
-            start = self.started(command, empty_folder, variables, None, folder)
-            return await self._run_to_end(start, command, seconds, stdin, None)
-
-    async def run_alone(self, command: Sequence[str], seconds: float, *, is_scoring: bool) -> ProgramOutcome:
-        """Run a program like an episode's program or a scoring program, in an empty folder and without a policy."""
-        async with async_scratch_folder() as folder:
-            start = self.started(command, folder, {}, None, folder if is_scoring else None)
-            return await self._run_to_end(start, command, seconds, b"", None)
-
-    async def _run_to_end(
-        self,
-        start: AbstractAsyncContextManager[asyncio.subprocess.Process],
-        command: Sequence[str],
-        seconds: float,
-        stdin: bytes,
-        episode: Episode | None,
-    ) -> ProgramOutcome:
-        output = bytearray()
-        errors = bytearray()
-        try:
-            async with start as process:
-                reading = asyncio.create_task(_exchange(process, stdin, output, errors))
-                try:
-                    failed = [episode.has_failed.wait()] if episode else []
-                    ended, *others = await first_of(seconds, end_of(process), *failed)
-                    if ended:
-                        await last_words(reading)
-                finally:
-                    reading.cancel()
-        except (OSError, ValueError) as error:
-            return ProgramOutcome(f"{command[0]}: {error}", "")
-        written = output.decode(errors="replace")
-        complaints = errors.decode(errors="replace")
+        endpoint = policy.endpoint if policy else None
+        failures = [policy.has_failed.wait()] if policy else []
+        async with AsyncExitStack() as stack:
+            working_folder = await stack.enter_async_context(async_scratch_folder()) if is_judge else folder
+            judged = folder if is_judge else None
+            try:
+                async with self.started(command, working_folder, variables, endpoint, judged) as program:
+                    program.reading.append(asyncio.create_task(_keep_end(program.stdout, program.output)))
+                    program.reading.append(asyncio.create_task(program.write_all(stdin)))
+                    events = await program.first(seconds, *failures)
+            except (OSError, ValueError) as error:
+                return ProgramOutcome(f"{command[0]}: {error}", "")
+        output = program.output.decode(errors="replace")
+        errors = program.errors.decode(errors="replace")
         fault = ""
-        if not any((ended, *others)):
+        if not any(events):
             fault = f"it took more than {seconds:g} s"
-        elif process.returncode != 0:
-            fault = end_in_words(process.returncode, complaints, written)
-        return ProgramOutcome(fault, written, complaints)
+        elif program.process.returncode != 0:
+            fault = end_in_words(program.process.returncode, errors, output)
+        return ProgramOutcome(fault, output, errors)
 
 
 def _with_absolute_folders(variables: Mapping[str, str]) -> dict[str, str]:
@@ -227,23 +253,6 @@ def end_in_words(status: int | None, *outputs: str) -> str:
     return f"it ended with code {status}"
 
 
-async def first_of(seconds: float, *waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any] | None]:
-    """Wait at most this long for the first of some coroutines; cancel the others and return None in their places."""
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    return [task if task in done else None for task in tasks]
-
-
-async def last_words(reading: asyncio.Task[None]) -> None:
-    """Wait briefly for output that a program wrote before its end."""
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(asyncio.shield(reading), _LAST_WORDS_SECONDS)
-
-
 async def end_of(process: asyncio.subprocess.Process) -> None:
     """Wait until a process ends, even if another process keeps its output open."""
     try:
@@ -277,23 +286,7 @@ async def _serve_inside(channel: socket.socket | None, endpoint: PolicyEndpoint 
         await endpoint.serve_on(socket.socket(fileno=descriptor))
 
 
-async def _exchange(process: asyncio.subprocess.Process, stdin: bytes, output: bytearray, errors: bytearray) -> None:
-    """Write standard input of a program, and keep the ends of its standard output and standard error."""
-    assert process.stdin is not None, "it is a pipe"
-    assert process.stdout is not None, "it is a pipe"
-    assert process.stderr is not None, "it is a pipe"
-    keeping = asyncio.gather(keep_end(process.stdout, output), keep_end(process.stderr, errors))
-    try:
-        with suppress(OSError):
-            process.stdin.write(stdin)
-            await process.stdin.drain()
-            process.stdin.close()
-        await keeping
-    finally:
-        keeping.cancel()
-
-
-async def keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
+async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
     """Read a stream to its end, and keep its last part."""
     while part := await stream.read(2**16):
         kept += part

@@ -19,7 +19,7 @@ from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
 from glm46.tasks.rl.rollout.records import (
     Completion,
-    EpisodeEnd,
+    Episode,
     Request,
     SamplingRules,
     pack,
@@ -129,7 +129,7 @@ class ServerEngine:
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
-    ) -> dict[int, list[EpisodeEnd]] | None:
+    ) -> dict[int, list[Episode]] | None:
         """Take finished groups by number, see `BackgroundGeneration.take`. Collective; all ranks get the same."""
         if not self._goes_on:
             self._ready()

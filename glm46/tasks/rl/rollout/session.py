@@ -10,7 +10,7 @@ from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.rollout.records import Completion, Request, SessionSample, seed_behind
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, seed_behind
 from glm46.tasks.rl.rollout.session_samples import as_reply, joined, min_tokens, without_marker
 from glm46.tasks.rl.rollout.tool_arguments import calls_key, typed_call
 
@@ -22,11 +22,11 @@ class NoRoom(ValueError):
     """The limits of an episode leave no room for a request; the episode is truncated."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Turn:
-    """A request for one answer of the policy."""
+    """A request for one answer of the policy, and this answer once it is generated."""
 
-    parent: "AnsweredTurn | None"
+    parent: "Turn | None"
     """Turn whose tokens begin the prompt; None if the prompt was rendered whole."""
     asked: tuple[Key, ...]
     """Keys of the messages of the request."""
@@ -42,19 +42,19 @@ class Turn:
     """Maximum length of the completion: the room, or the limit in the request."""
     seed: int
     """Seed of the request: a hash of the sample's seed, the tokens of the prompt, and the limit."""
-
-
-@dataclass(frozen=True, eq=False)
-class AnsweredTurn:
-    """A generated turn."""
-
-    turn: Turn
-    completion: Completion
-    answer: Message
-    keys: tuple[Key, ...]
-    """Keys of the messages and the answer."""
-    in_thought: bool
+    completion: Completion = NOTHING
+    answer: Message = Message("assistant", "")
+    keys: tuple[Key, ...] = ()
+    """Keys of the messages and the answer; empty until the turn is generated."""
+    in_thought: bool = False
     """True if the turn was truncated, or ended, while its thought was open."""
+    is_withdrawn: bool = False
+    """True if the client disconnected, so that the answer was not delivered."""
+
+    @property
+    def is_answered(self) -> bool:
+        """True once the turn is generated."""
+        return bool(self.keys)
 
 
 class Session:
@@ -80,8 +80,8 @@ class Session:
         thinking: bool,
         most_turns: int,
         keeps_thoughts: bool = False,
-        recorded: Sequence[SessionSample] = (),
-        note: Callable[[SessionSample], None] = lambda turn: None,
+        recorded: Sequence[Completion] = (),
+        note: Callable[[Completion], None] = lambda turn: None,
     ):
         self._tokenizer = tokenizer
         self._thinking = thinking
@@ -89,12 +89,10 @@ class Session:
         self._first = first
         self._most_turns = most_turns
         self._note = note
-        self._recorded = {seed: completion for (seed,), completion in recorded}
+        self._recorded = {turn.prompt[0]: turn for turn in recorded}
         self.turns: list[Turn] = []
-        self.answered: dict[Turn, AnsweredTurn] = {}
+        self.answered: list[Turn] = []
         """Generated turns in the order of their answers. A withdrawn answer moves to the end when it is delivered."""
-        self._withdrawn: set[Turn] = set()
-        """Turns whose answer was not delivered because the client disconnected."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping], most_tokens: int | None = None) -> Turn:
         """Return the turn that answers messages. Repeated requests, and requests whose prompts have the same tokens,
@@ -137,20 +135,20 @@ class Session:
     def request(self, turn: Turn) -> Request:
         """Return the request that generates a turn."""
         parts = [turn.new]
-        answered = turn.parent
-        while answered is not None:
-            parts += [without_marker(answered.completion), answered.turn.new]
-            answered = answered.turn.parent
+        parent = turn.parent
+        while parent is not None:
+            parts += [without_marker(parent.completion), parent.new]
+            parent = parent.parent
         return Request([*chain.from_iterable(reversed(parts))], turn.seed, turn.most_tokens, _routed(turn.parent))
 
-    def _seed(self, parent: AnsweredTurn | None, new: list[int]) -> int:
+    def _seed(self, parent: Turn | None, new: list[int]) -> int:
         if parent is not None:
-            return seed_behind(parent.turn.seed, [*without_marker(parent.completion), *new])
+            return seed_behind(parent.seed, [*without_marker(parent.completion), *new])
         return self._first.seed if new == self._first.prompt else seed_behind(self._first.seed, new)
 
     def _prompt(
-        self, prior: AnsweredTurn | None, messages: Sequence[Message], tools: Sequence[Mapping]
-    ) -> tuple[AnsweredTurn | None, list[int], int]:
+        self, prior: Turn | None, messages: Sequence[Message], tools: Sequence[Mapping]
+    ) -> tuple[Turn | None, list[int], int]:
         """Return the turn whose tokens begin a prompt, the tokens after them, and the length of the prompt.
 
         Args:
@@ -169,7 +167,7 @@ class Session:
         new = chat_reply(
             self._tokenizer, messages[len(prior.keys) :], thinking=self._thinking, keeps_thoughts=self._keeps
         )
-        return prior, new, prior.turn.length + len(without_marker(prior.completion)) + len(new)
+        return prior, new, prior.length + len(without_marker(prior.completion)) + len(new)
 
     def _no_room(self, length: int, unit: str) -> NoRoom:
         row = len(self._first.prompt)
@@ -186,29 +184,32 @@ class Session:
 
     def withdraw(self, turn: Turn) -> None:
         """Remove a turn from the samples and the conversation because its client left without the answer."""
-        self._withdrawn.add(turn)
+        turn.is_withdrawn = True
 
     def deliver(self, turn: Turn) -> None:
         """Restore a withdrawn turn after a client has received its answer."""
-        if turn in self._withdrawn:
-            self._withdrawn.remove(turn)
-            self.answered[turn] = self.answered.pop(turn)
+        if turn.is_withdrawn:
+            turn.is_withdrawn = False
+            self.answered.remove(turn)
+            self.answered.append(turn)
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""
         if completion.routes is not None:
             completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
         self._record(turn, completion)
-        self._note(SessionSample([turn.seed], completion))
+        self._note(completion._replace(prompt=[turn.seed]))
 
     def _record(self, turn: Turn, completion: Completion) -> None:
         reader = TurnReader(self._tokenizer, in_thought=bool(opened_thought(self._tokenizer, self._thinking)))
         for token in without_marker(completion):
             reader.read(token)
-        in_thought = reader.in_thought
+        turn.in_thought = reader.in_thought
         answer = reader.end()[1]
-        answer = replace(answer, tool_calls=tuple(typed_call(call, turn.tools) for call in answer.tool_calls))
-        self.answered[turn] = AnsweredTurn(turn, completion, answer, (*turn.asked, self._key(answer)), in_thought)
+        turn.answer = replace(answer, tool_calls=tuple(typed_call(call, turn.tools) for call in answer.tool_calls))
+        turn.keys = (*turn.asked, self._key(turn.answer))
+        turn.completion = completion
+        self.answered.append(turn)
 
     def conversation(self) -> list[dict[str, str]]:
         """Return the messages of the last turn and its answer, with tool calls as JSON."""
@@ -217,30 +218,25 @@ class Session:
             for role, content, reasoning, calls in self._last_turns()[0].keys
         ]
 
-    def samples(self) -> list[SessionSample]:
+    def samples(self) -> list[Completion]:
         """Return the samples, first the one that ends with the last turn. Each generated token of a delivered answer is
         a label only in the first sample that contains it. Empty without turns."""
-        trained = {answered for turn, answered in self.answered.items() if turn in self._withdrawn}
+        trained = {turn for turn in self.answered if turn.is_withdrawn}
         return [_path(leaf, trained) for leaf in self._last_turns()]
 
-    def _last_turns(self) -> list[AnsweredTurn]:
+    def _last_turns(self) -> list[Turn]:
         """Return the delivered turns that no other delivered turn continues, the latest first."""
-        delivered = [answered for turn, answered in self.answered.items() if turn not in self._withdrawn]
+        delivered = [turn for turn in self.answered if not turn.is_withdrawn]
         continued = _ancestors(delivered)
-        return [answered for answered in reversed(delivered) if answered not in continued]
+        return [turn for turn in reversed(delivered) if turn not in continued]
 
-    def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> AnsweredTurn | None:
+    def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
         """Return the deepest turn that a request continues; the latest of several."""
         # Deep turns first, so that a long history is compared only once.
-        deepest = sorted(reversed(self.answered.values()), key=lambda answered: -len(answered.keys))
-        matches = (
-            answered
-            for answered in deepest
-            if answered.turn.tools == tools and answered.keys == keys[: len(answered.keys)]
-        )
-        return next(matches, None)
+        deepest = sorted(reversed(self.answered), key=lambda turn: -len(turn.keys))
+        return next((turn for turn in deepest if turn.tools == tools and turn.keys == keys[: len(turn.keys)]), None)
 
-    def _renders_otherwise(self, turn: AnsweredTurn, new: Sequence[Message]) -> bool:
+    def _renders_otherwise(self, turn: Turn, new: Sequence[Message]) -> bool:
         """Return True if new messages change how the format writes the tokens up to a turn: it closes an open thought,
         and a user message removes the thoughts since the previous user message and the tag of an opened thought."""
         if turn.in_thought:
@@ -257,10 +253,10 @@ class Session:
         """Restore the thoughts of the policy's answers that the client did not send back."""
         restored = list(messages)
         keys = tuple(map(self._key, messages))
-        for answered in self.answered.values():
-            end = len(answered.keys)
-            if end <= len(keys) and answered.keys == keys[:end] and not restored[end - 1].reasoning.strip():
-                restored[end - 1] = replace(restored[end - 1], reasoning=answered.answer.reasoning)
+        for turn in self.answered:
+            end = len(turn.keys)
+            if end <= len(keys) and turn.keys == keys[:end] and not restored[end - 1].reasoning.strip():
+                restored[end - 1] = replace(restored[end - 1], reasoning=turn.answer.reasoning)
         return restored
 
     def _key(self, message: Message) -> Key:
@@ -269,35 +265,33 @@ class Session:
         return message.role, content, reasoning, calls_key(message.tool_calls)
 
 
-def _routed(answered: AnsweredTurn | None) -> int:
-    """Return the number of leading tokens of the conversation whose experts are known after a turn."""
+def _routed(turn: Turn | None) -> int:
+    """Return the number of leading tokens of the conversation whose experts are known after a generated turn."""
     count = 0
-    while answered is not None and answered.completion.routes is not None:
-        count = count + len(answered.completion.routes)
-        answered = answered.turn.parent
+    while turn is not None and turn.completion.routes is not None:
+        count = count + len(turn.completion.routes)
+        turn = turn.parent
     return count
 
 
-def _ancestors(turns: Sequence[AnsweredTurn]) -> set[AnsweredTurn]:
+def _ancestors(turns: Sequence[Turn]) -> set[Turn]:
     """Return the turns that these continue, directly or indirectly."""
-    ancestors: set[AnsweredTurn] = set()
-    for answered in turns:
-        parent = answered.turn.parent
+    ancestors: set[Turn] = set()
+    for turn in turns:
+        parent = turn.parent
         while parent is not None and parent not in ancestors:
             ancestors.add(parent)
-            parent = parent.turn.parent
+            parent = parent.parent
     return ancestors
 
 
-def _path(leaf: AnsweredTurn, trained: set[AnsweredTurn]) -> SessionSample:
+def _path(leaf: Turn, trained: set[Turn]) -> Completion:
     """Return the sample that ends with a turn. Turns in ``trained`` are no labels in it; its turns are added there."""
     path = [leaf]
-    while (parent := path[0].turn.parent) is not None:
+    while (parent := path[0].parent) is not None:
         path.insert(0, parent)
-    whole, *others = (
-        as_reply(answered.completion) if answered in trained else answered.completion for answered in path
-    )
+    whole, *others = (as_reply(turn.completion) if turn in trained else turn.completion for turn in path)
     trained.update(path)
-    for answered, completion in zip(path[1:], others, strict=True):
-        whole = joined(whole, answered.turn.new, completion)
-    return SessionSample(path[0].turn.new, whole)
+    for turn, completion in zip(path[1:], others, strict=True):
+        whole = joined(whole, turn.new, completion)
+    return whole._replace(prompt=path[0].new)

@@ -20,7 +20,7 @@ from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, in_thread
 from glm46.tasks.rl.rollout.inference_server import ADAPTER, QUICK_SECONDS, InferenceServer, version_of
-from glm46.tasks.rl.rollout.records import Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.weight_group import DEVICES, TICK_SECONDS, WeightGroup, first_sentence
 
 _RELEASE = "0.5.23"
@@ -58,7 +58,7 @@ class SglangServer(InferenceServer):
 
     def _generated(
         self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
-    ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
+    ) -> tuple[list[int], list[float], str, list[tuple[int, int]], np.ndarray | None]:
         sampling = {
             "max_new_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
@@ -75,7 +75,7 @@ class SglangServer(InferenceServer):
         meta = self._ask(body | options | {"return_logprob": True}, seconds)["meta_info"]
         generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
         spans = meta["weight_versions"] if generated else ()  # requests aborted in the queue have no versions
-        versions = [VersionSpan(span["start"], version_of(span["version"])) for span in spans]
+        versions = [(span["start"], version_of(span["version"])) for span in spans]
         fed = len(request.prompt) + len(generated) - 1
         routes = self._routes(meta, fed, request.known) if rules.routes else None
         logprobs = [value for value, _ in generated]

@@ -15,7 +15,7 @@ from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG, is_for_experts
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, StatusError, call, exchange
 from glm46.tasks.rl.rollout.inference_server import ADAPTER, QUICK_SECONDS, InferenceServer, known_form, version_of
-from glm46.tasks.rl.rollout.records import Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _EXTENSION_REVISION = 8
@@ -62,7 +62,7 @@ class VllmServer(InferenceServer):
 
     def _generated(
         self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
-    ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
+    ) -> tuple[list[int], list[float], str, list[tuple[int, int]], np.ndarray | None]:
         sampling = {
             "max_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
@@ -79,7 +79,7 @@ class VllmServer(InferenceServer):
         entries = (choice["logprobs"] or {}).get("content") or []
         if [entry["token_id"] for entry in entries] != tokens:
             raise CallError("log-probabilities of other tokens")
-        spans = [VersionSpan(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
+        spans = [(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
         encoded = choice.get("routed_experts")
         routes = None
         skipped = self._facts["dense_layers"]  # vLLM's own routes have zero rows for dense layers

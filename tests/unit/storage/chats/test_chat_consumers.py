@@ -31,8 +31,8 @@ from glm46.storage.prepare.rows import Fields, read_row
 from glm46.tasks.rl.conversations import Conversations
 from glm46.tasks.rl.prompts import Prompt, read_prompts
 from glm46.tasks.rl.rewards.answer import Answer, RewardRule, well_formed
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.rewards.function_pool import FunctionPool
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
 from tests.unit.commands.test_terminal_chat import talk
@@ -265,7 +265,7 @@ class Scripted(InRounds):
     def generate(self, requests, rules):
         self.asked += requests
         turn = next(self._turns)
-        return [Completion(turn, [0.0] * len(turn), "stop", [VersionSpan(0, 7)], None, (), 0, 0) for _ in requests]
+        return [Completion(turn, [0.0] * len(turn), "stop", [7] * len(turn), None, (), 0, 0) for _ in requests]
 
 
 def converse(tokenizer, engine, rules, prompt, reply, thinking=True):
@@ -276,7 +276,7 @@ def converse(tokenizer, engine, rules, prompt, reply, thinking=True):
         "environment": {"function": "a:b", "max_turns": 9},
     }).resolved()  # fmt: skip
     section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), FunctionPool([RewardRule("exact")])
-    pool = SimpleNamespace(replies=reply, close=lambda: None)
+    pool = SimpleNamespace(reply=reply, close=lambda: None)
     environment = Conversations(pool, tokenizer, rules.stop, thinking, 9, ThreadPoolExecutor(1))
     Sampler(config, section, tokenizer, engine, [], rules, 0, scorer, environment).generate({0: prompt}, rules)
 
@@ -299,10 +299,10 @@ def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
         if {*roles[start::2]} != {"assistant"} or {*roles[start + 1 :: 2]} & {"assistant", "system"}:
             continue
         turns = [turn_of(messages[: n + 1], tools) for n in range(start, len(messages), 2)]
-        replies = iter([Reply(one.content) for one in messages[start + 1 :: 2]] + [Reply(None)])
+        replies = iter([one.content for one in messages[start + 1 :: 2]] + [None])
         engine, rules = Scripted([*turns, sampled()]), SamplingRules(1.0, frozenset(), TOKENIZER.vocab_size)
         prompt = Prompt(chat_prompt(TOKENIZER, messages[:start], tools=tools, thinking=True), "?", None)
-        converse(TOKENIZER, engine, rules, prompt, lambda answers, replies=replies: [next(replies)])
+        converse(TOKENIZER, engine, rules, prompt, lambda answer, replies=replies: (next(replies), ""))
         assert engine.asked[-1].prompt == wanted and len(engine.asked) == len(turns) + 1
         seen += 1
     assert seen == 5
@@ -470,11 +470,11 @@ def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank
     read whole turns, with the tag that the prompt holds."""
     texts = ["</think>A<|user|>", "why</think>B<|user|>"] if thinking else ["A<|user|>", "B<|user|>"]
     engine = Scripted([OF_47.encode_with_special(text).tolist() for text in texts])
-    replies, seen = iter([Reply("And?"), Reply(None)]), []
+    replies, seen = iter(["And?", None]), []
 
-    def reply(answers):
-        seen.extend(answers)
-        return [next(replies)]
+    def reply(answer):
+        seen.append(answer)
+        return next(replies), ""
 
     rules = SamplingRules(1.0, frozenset({OF_47.special["<|user|>"]}), OF_47.vocab_size)
     prompt = Prompt(chat_prompt(OF_47, parse_prompt("Hi"), thinking=thinking), "Hi", None)

@@ -84,7 +84,7 @@ def policy_step(
 ) -> tuple[Tensor, dict[str, float], list[Tensor]]:
     """Loss, metrics and gradients of the log-probabilities ``new`` of each batch."""
     objective = PolicyGradient(network(seq_len), config, temperature=1.0, is_on_policy=is_on_policy)
-    objective.record = SimpleNamespace(add=lambda batch, logprobs: batch.update(old_logprobs=logprobs))
+    objective.record = lambda logprobs, batch: batch.update(old_logprobs=logprobs)
     totals, sums, parts, gradients = objective.count(batches), objective.empty_sums(), [], []
     for batch in batches:
         new = batch["new"].clone().requires_grad_()

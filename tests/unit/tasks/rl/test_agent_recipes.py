@@ -22,7 +22,7 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from tests.unit.tasks.rl.samples import InRounds
@@ -88,7 +88,7 @@ class Scripted(InRounds):
                 for piece in pieces
                 for token in ([special[piece]] if piece in special else self._tokenizer.encode(piece).tolist())
             ]
-            found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
+            found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [7] * len(tokens), None))
         return found
 
     def close(self) -> None:

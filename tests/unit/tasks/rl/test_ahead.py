@@ -12,7 +12,7 @@ from glm46.compute.distributed.process import join, leave
 from glm46.config.rl import RLConfig
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.records import Completion, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion
 from glm46.tasks.rl.rollouts import AheadSource, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 
@@ -65,7 +65,7 @@ class OneTokenAfterAnother:
                 if not moving:
                     continue
                 one = self.chance.choice(moving)
-                token = Completion([9], [-1.0], "abort", [VersionSpan(0, self.engine.version)], None)
+                token = Completion([9], [-1.0], "abort", [self.engine.version], None)
                 one.generated = one.generated.extended([], token)
                 if is_finished := len(one.generated.tokens) == one.request.max_new_tokens:
                     self.open.remove(one)
@@ -89,7 +89,7 @@ class Engine:
     def take(self, count: int, due: set[int], is_stopped, *, waits: bool = True):
         self.background.start()
         groups = self.background.take(count, due, is_stopped, waits=waits)
-        assert all(len(end.samples[0].completion.tokens) == 4 for ends in groups.values() for end in ends)
+        assert all(len(end.samples[0].tokens) == 4 for ends in groups.values() for end in ends)
         return groups
 
 
@@ -107,7 +107,7 @@ def roll_out(engine: Engine, source: AheadSource, step: int, waiting: list, stal
     source.begin(step, source.next_prompt, waiting)
     generated = source.take(0, PER_ROLLOUT)
     for completion in (one.completion for one in generated):
-        assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
+        assert step - staleness * STEPS <= min(completion.versions) <= step
     engine.update(step)
     source.hand_out(staleness * PER_ROLLOUT)
     source.go_on()
@@ -145,7 +145,7 @@ def test_another_process_goes_on_with_the_groups_that_wait(tmp_path):
         after.begin(step, source.next_prompt, waiting)
         assert dict(after.waiting) == {number: 0 if is_kept else step - 1 * STEPS for number, _ in waiting}
         generated = after.take(0, PER_ROLLOUT)
-        versions = {span.version for one in generated for span in one.completion.spans}
+        versions = {version for one in generated for version in one.completion.versions}
         assert (0 in versions) == is_kept
         again.background.halt()
         if is_kept:
@@ -165,7 +165,7 @@ def test_a_group_that_does_not_finish_is_dropped_and_another_prompt_takes_its_pl
         source.hand_out((1 + staleness) * PER_ROLLOUT)
         generated = source.take(0, PER_ROLLOUT)
         for completion in (one.completion for one in generated):
-            assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
+            assert step - staleness * STEPS <= min(completion.versions) <= step
         used += [one.group for one in generated][::GROUP]
         engine.update(step)
         source.hand_out(staleness * PER_ROLLOUT)

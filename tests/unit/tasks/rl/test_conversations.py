@@ -26,9 +26,9 @@ from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
 from glm46.tasks.rl.rollout.background import Member
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request, SamplingRules
 from glm46.tasks.rl.rollout.session import Session
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
@@ -58,7 +58,7 @@ class Scripted(InRounds):
         self.asked += requests
         tokens = self._turns.pop(0)
         return [
-            Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], self._routes(one, tokens), (),
+            Completion(tokens, [-0.5] * len(tokens), "stop", [7] * len(tokens), self._routes(one, tokens), (),
                        len(tokens), 1)
             for one in requests
         ]  # fmt: skip
@@ -92,14 +92,14 @@ def sampler(engine, tokenizer, replies, longest: int = LONGEST) -> Sampler:
     return Sampler(config, section, tokenizer, engine, [], rules, 0, pool, environment)
 
 
-def replying(replies, tokenizer, most_turns: int) -> Conversations:
+def replying(reply, tokenizer, most_turns: int) -> Conversations:
     """An environment whose function is one of this process."""
-    pool = SimpleNamespace(replies=replies, close=lambda: None)
+    pool = SimpleNamespace(reply=reply, close=lambda: None)
     return Conversations(pool, tokenizer, frozenset(stop_ids(tokenizer)), False, most_turns, ThreadPoolExecutor(4))
 
 
-def calculated(answers):
-    return [Reply(calculate(answer)) for answer in answers]
+def calculated(answer):
+    return calculate(answer), ""
 
 
 def rolled_out(of: Sampler, prompt: Prompt):
@@ -164,9 +164,9 @@ def test_a_user_may_reply_too(tokenizer):
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
     history = []
 
-    def doubt(answers):
-        history.extend(answer.history for answer in answers)
-        return [Reply(None if answer.history else "Sure?") for answer in answers]
+    def doubt(answer):
+        history.append(answer.history)
+        return None if answer.history else "Sure?", ""
 
     rollout = rolled_out(sampler(Scripted(turns), tokenizer, doubt), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids
@@ -177,14 +177,13 @@ def test_turns_have_seeds_of_their_own_which_are_those_of_a_session(tokenizer):
     """A server begins its random numbers for each request."""
     said = [QUESTION, *(Message("assistant" if n % 2 else "user", f"{n}?") for n in range(1, 6))]
     ids, turns, is_target = document_of(tuple(said), tokenizer)
-    replies = lambda answers: [Reply(f"{len(a.history) + 2}?") for a in answers]  # noqa: E731
-    of = sampler(engine := Scripted(turns), tokenizer, replies)
+    of = sampler(engine := Scripted(turns), tokenizer, lambda answer: (f"{len(answer.history) + 2}?", ""))
     rolled_out(of, Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1"))
     session, requests = Session(tokenizer, engine.asked[0], thinking=False, most_turns=3), []
     for number, tokens in enumerate(turns):
         turn = session.begin(said[: 2 * number + 1], TOOLS)
         requests.append(session.request(turn))
-        session.end(turn, Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
+        session.end(turn, Completion(tokens, [-0.5] * len(tokens), "stop", [7] * len(tokens), None))
     assert engine.asked == requests and len({one.seed for one in requests}) == 3
     assert requests[0].seed == of.requests(of.prompts[0], 0)[0].seed
 
@@ -194,7 +193,7 @@ def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1")
     rollout = rolled_out(sampler(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), prompt)
     assert rollout.completion(0).tolist() == turns[0] and rollout.outcome.tolist() == [1]
-    of_fault = sampler(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
+    of_fault = sampler(Scripted(turns), tokenizer, lambda answer: (None, "ValueError: no"))
     of_fault.prompts = [prompt]
     (one,) = of_fault.score(of_fault.generate_groups(0, 1), {0: prompt})
     assert one.reward is None and "rl.environment: ValueError: no" in one.fault
@@ -213,7 +212,7 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
     ], "the first and the second time"
 
 
-def in_rounds(of: Sampler, request: Request) -> list[EpisodeEnd]:
+def in_rounds(of: Sampler, request: Request) -> list[Episode]:
     return run_episodes(of.environment, of.prompt, [(0, request)], of.engine, of.rules, lambda: False)
 
 
@@ -232,10 +231,10 @@ class Answering:
         pass
 
 
-def in_background(of: Sampler, request: Request, turns=()) -> tuple[EpisodeEnd | BaseException, list[SessionSample]]:
+def in_background(of: Sampler, request: Request, turns=()) -> tuple[Episode | BaseException, list[Completion]]:
     """The end of a conversation that goes on by itself behind recorded turns, and its new turns."""
     ends, noted = queue.SimpleQueue(), []
-    member = Member(0, request, EpisodeEnd(list(turns), is_part=True), finish=ends.put, note=noted.append)
+    member = Member(0, request, Episode(list(turns), is_part=True), finish=ends.put, note=noted.append)
     of.environment.begin(of.prompt, Answering(of.engine), [member])
     return ends.get(timeout=HANG_SECONDS), noted
 
@@ -254,17 +253,17 @@ def test_a_conversation_that_goes_on_by_itself_is_that_of_rounds(tokenizer):
         of, request = made(longest)
         (expected,) = in_rounds(of, request)
         end, noted = in_background(*made(longest))
-        assert end == expected and len(end.samples[0].completion.replies) == len(noted) - 1
+        assert end == expected and len(end.samples[0].replies) == len(noted) - 1
     asked = of.engine.asked
     end, noted = in_background(*made())
     of, request = made(script=turns[1:])
     again, new = in_background(of, request, noted[:1])
     assert again == end and new == noted[1:] and of.engine.asked == asked[1:], "the first turn is not generated again"
-    of, request = made(replies=lambda answers: ["ValueError: no" for _ in answers])
+    of, request = made(replies=lambda answer: (None, "ValueError: no"))
     end, _ = in_background(of, request)
     assert end.fault == "rl.environment: ValueError: no"
 
-    def breaks(answers):
+    def breaks(answer):
         raise UserError("the function cannot be loaded")
 
     error, _ = in_background(*made(replies=breaks))
@@ -290,18 +289,18 @@ def test_a_turn_is_kept_with_the_experts_of_its_own_tokens_alone(tokenizer):
     of.prompts = [prompt]
     end, noted = in_background(of, request)
     first = len(prompt.tokens) + len(turns[0]) - 1
-    routes, asked = end.samples[0].completion.routes, of.engine.asked
+    routes, asked = end.samples[0].routes, of.engine.asked
     assert routes[:, 0, 0].tolist() == [1] * first + [2] * (len(ids) - 1 - first) and asked[1].known == first
-    assert [len(turn.routes) for _, turn in noted] == [first, len(ids) - 1 - first]
+    assert [len(turn.routes) for turn in noted] == [first, len(ids) - 1 - first]
     again, new = in_background(of, request, noted)
-    assert not new and np.array_equal(again.samples[0].completion.routes, routes)
+    assert not new and np.array_equal(again.samples[0].routes, routes)
     whole = [
         noted[0],
-        noted[1]._replace(completion=noted[1].completion._replace(routes=routes)),
+        noted[1]._replace(routes=routes),
     ]  # of an earlier version
     again, _ = in_background(of, request, whole)
-    assert np.array_equal(again.samples[0].completion.routes, routes)
+    assert np.array_equal(again.samples[0].routes, routes)
     of = sampler(Scripted(turns, has_routes=True), tokenizer, calculated)
     of.prompts = [prompt]
     (expected,) = in_rounds(of, request)
-    assert np.array_equal(expected.samples[0].completion.routes, routes)
+    assert np.array_equal(expected.samples[0].routes, routes)

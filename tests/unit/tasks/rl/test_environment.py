@@ -9,9 +9,8 @@ import torch.distributed as dist
 from glm46.config.errors import UserError
 from glm46.tasks.rl.environment import _WINDOW, run_episodes
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rewards.function_pool import Reply
 from glm46.tasks.rl.rollout.open_requests import OpenRequest
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SessionSample
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request
 from tests.processes import HANG_SECONDS
 from tests.unit.tasks.rl.test_conversations import replying
 
@@ -62,7 +61,7 @@ class Turns:
     def _ask(self, requests, member, number, turn, completion) -> None:
         self.at_turn(number, turn)
         if turn == len(self._lengths[number]):
-            member.finish(EpisodeEnd([SessionSample(member.request.prompt, completion)]))
+            member.finish(Episode([completion._replace(prompt=member.request.prompt)]))
             return
         request = member.request._replace(seed=10 * number + turn, max_new_tokens=self._lengths[number][turn])
         asked = OpenRequest(request, partial(self._ask, requests, member, number, turn + 1))
@@ -99,7 +98,7 @@ def test_what_an_episode_does_not_wait_for_any_more_is_dropped_and_a_stop_ends_a
 
     def begin_and_see(prompt, requests, members):
         begin(prompt, requests, members)
-        cancel.append(lambda: (members[0].cancel(), members[0].finish(EpisodeEnd([], "rl.environment: gone"))))
+        cancel.append(lambda: (members[0].cancel(), members[0].finish(Episode([], "rl.environment: gone"))))
 
     episodes.begin = begin_and_see
     ends = run(episodes, engine, 3)
@@ -113,7 +112,7 @@ def test_episodes_that_a_stop_has_cut_are_no_ends():
 
     def begin(prompt, requests, members):
         for member in members:  # as a conversation that waits for a thread ends when it is cancelled
-            member.cancel = partial(member.finish, EpisodeEnd([]))
+            member.cancel = partial(member.finish, Episode([]))
 
     episodes.begin = begin
     assert run(episodes, engine, 2, is_stopped=lambda: True) is None
@@ -131,16 +130,15 @@ def test_replies_of_a_function_join_at_the_same_tokens_whichever_comes_first(tok
     """A run is repeated to the bit if the same tokens are computed in the same batches."""
     count, replied = 4, [threading.Event() for _ in range(4)]
 
-    def replies(answers):
-        (answer,) = answers
+    def reply(answer):
         number = int(answer.prompt)
         before = number - 1 if order == "forward" else number + 1
         if not answer.history and 0 <= before < count and before // 2 == number // 2:  # of one window
             assert replied[before].wait(HANG_SECONDS)
         replied[number].set()
-        return [Reply("Again?" if not answer.history else None)]
+        return "Again?" if not answer.history else None, ""
 
-    environment = replying(replies, tokenizer, 3)
+    environment = replying(reply, tokenizer, 3)
     lengths = {number: 3 + 2 * number if number < 2 else 40 + number for number in range(count)}
     engine = Stepping(tokenizer.special["<|user|>"], lambda one: lengths.get(one.seed, 60))
     asked = [(number, Request([1, 2], number, 200)) for number in range(count)]

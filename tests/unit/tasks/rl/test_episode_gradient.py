@@ -15,7 +15,7 @@ from glm46.config.rl import ResolvedRL, RLConfig
 from glm46.tasks.rl.fields import training_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of, pack, spread
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Episode
 from glm46.tasks.rl.samples import to_samples
 from tests.small_run import TINY, model_table
 from tests.unit.tasks.rl.samples import network, output
@@ -36,7 +36,7 @@ def model():
     return made
 
 
-def gradient_of(model: Transformer, ends: list[EpisodeEnd], config: ResolvedRL) -> tuple[float, dict, int]:
+def gradient_of(model: Transformer, ends: list[Episode], config: ResolvedRL) -> tuple[float, dict, int]:
     """Loss and gradients of an optimizer step with these episodes, and the number of their samples."""
     samples = to_samples(ends, ["exact"], step=0, first_prompt=0, next_prompt=2)
     rollout = torch.from_numpy(samples.logprobs)
@@ -80,20 +80,18 @@ def test_samples_of_an_episode_give_the_weights_the_gradient_of_one_with_a_mask(
             read = read + [data.draw(st.integers(0, VOCABULARY - 1)) for _ in own]
             given_ = given_ + own
 
-        def sample(end: int, first: int, prompt=prompt, read=read, given_=given_, replies=replies) -> SessionSample:
+        def sample(end: int, first: int, prompt=prompt, read=read, given_=given_, replies=replies) -> Completion:
             """The conversation up to an end, of which the policy learns from a token on."""
             masked = ((0, first),) if first else ()
             behind = [reply for reply in replies if first <= reply[0] and reply[1] <= end]
             values = [0.0] * first + given_[first:end]
-            return SessionSample(
-                prompt, Completion(read[:end], values, "stop", [VersionSpan(0, 0)], None, (*masked, *behind))
-            )
+            return Completion(read[:end], values, "stop", [0] * end, None, (*masked, *behind), prompt=prompt)
 
         cuts = [0, *sorted(data.draw(st.sets(st.sampled_from(starts[1:])), "cuts") if starts[1:] else ())]
         ends = [replies[starts.index(cut) - 1][0] for cut in cuts[1:]] + [len(read)]
         of = {"group": number % 2, "reward": data.draw(st.integers(0, 2), "reward"), "parts": {"exact": 1.0}}
-        whole.append(EpisodeEnd([sample(len(read), 0)], **of))
-        apart.append(EpisodeEnd([sample(end, cut) for cut, end in zip(cuts, ends, strict=True)][::-1], **of))
+        whole.append(Episode([sample(len(read), 0)], **of))
+        apart.append(Episode([sample(end, cut) for cut, end in zip(cuts, ends, strict=True)][::-1], **of))
 
     config = RLConfig.model_validate({"algorithm": algorithm, "prompts_per_rollout": 2, "overlong_share": 0.0})
     loss, expected, _ = gradient_of(model, whole, config.resolved())

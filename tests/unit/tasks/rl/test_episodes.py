@@ -28,9 +28,9 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.commands import found_program
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool
 from glm46.tasks.rl.rollout import programs, workers
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from tests.processes import HANG_SECONDS, wait_until
@@ -59,7 +59,7 @@ class Echo(InRounds):
         for request in requests:
             text = f"\n{(request.seed + sum(request.prompt)) % 997} of {len(request.prompt)}"
             tokens = [*self._tokenizer.encode(text).tolist(), self._tokenizer.special["<|user|>"]]
-            found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
+            found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [7] * len(tokens), None))
         return found
 
     def close(self) -> None:
@@ -136,8 +136,8 @@ def starts(monkeypatch):
 def test_a_program_has_the_samples_of_a_function_that_replies_alike(program, make_sampler, length, starts):
     of_program = make_sampler(["two tries"] * 3, program(at_once=2))
     of_function = make_sampler(["two tries"] * 3, {"function": "a:b"})
-    replies = lambda answers: [Reply(None if a.history else a.prompt) for a in answers]  # noqa: E731
-    of_function.environment = replying(replies, of_function.tokenizer, 2)
+    reply = lambda answer: (None if answer.history else answer.prompt, "")  # noqa: E731
+    of_function.environment = replying(reply, of_function.tokenizer, 2)
     one, other = (generate_rollout(of, of.generate_groups, 7, 0) for of in (of_program, of_function))
     assert len(one) == 6 and len(one.logprobs) < (one.lengths - one.prompt_lengths).sum() and one.reward.min() > 0
     for field in fields(other):
@@ -244,7 +244,7 @@ def test_a_worker_has_its_scores_and_those_that_are_killed_between_rollouts_are_
         faults["many turns"].startswith("rl.environment.command: a request was refused (")
         and why in faults["many turns"]
     )
-    before, idle = len(starts), [one.process for one in of.environment._workers._idle]
+    before, idle = len(starts), [one.program.process for one in of.environment._workers._idle]
     descriptors = [os.pidfd_open(process.pid) for process in idle]
     for process in idle:
         os.killpg(process.pid, signal.SIGKILL)
@@ -252,7 +252,7 @@ def test_a_worker_has_its_scores_and_those_that_are_killed_between_rollouts_are_
     said.clear()
     of.prompts = of.prompts[:2]
     assert not any(one.fault for one in of.generate_groups(0, 2)) and not said and len(starts) > before
-    descriptors += [os.pidfd_open(one.process.pid) for one in of.environment._workers._idle]
+    descriptors += [os.pidfd_open(one.program.process.pid) for one in of.environment._workers._idle]
     of.environment.close()
     for descriptor in descriptors:
         assert select.select([descriptor], [], [], HANG_SECONDS)[0], "it runs on"
@@ -455,7 +455,7 @@ def test_a_folder_that_cannot_be_walked_ends_nothing(make_sampler, length, tmp_p
     ],
 )  # fmt: skip
 def test_the_score_of_a_program_is_its_last_line_and_of_one_that_was_cut_its_last_number(output, is_cut, score):
-    assert episodes._last_number(output, is_cut=is_cut) == score
+    assert workers.last_number(output, is_cut=is_cut) == score
 
 
 def test_a_script_that_is_not_there_is_refused_before_a_program_starts():
@@ -473,7 +473,7 @@ def test_a_stop_ends_the_programs(program, make_sampler, length, monkeypatch):
         started.append(os.pidfd_open(process.pid))
         return end_of(process)
 
-    monkeypatch.setattr(workers if program is worker else programs, "end_of", end_and_see)
+    monkeypatch.setattr(programs, "end_of", end_and_see)
     of = make_sampler(["hang"], program())
     of.is_stopped = lambda: bool(of.engine.rounds)
     assert of.generate_groups(0, 1) is None

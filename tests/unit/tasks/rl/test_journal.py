@@ -12,7 +12,7 @@ from glm46.run.plan import resolve_plan
 from glm46.tasks.rl import source_files as source_module
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request
 from glm46.tasks.rl.samples import Samples, to_samples
 from glm46.tasks.rl.source_files import source_files
 
@@ -37,8 +37,8 @@ def journal_of(make_run):
     return make
 
 
-def rollout_of(sample: SessionSample, step: int, first: int, following: int) -> Samples:
-    end = EpisodeEnd([sample], group=8, reward=1.0, parts={"format": 1.0})
+def rollout_of(sample: Completion, step: int, first: int, following: int) -> Samples:
+    end = Episode([sample], group=8, reward=1.0, parts={"format": 1.0})
     return to_samples([end], ["format"], step=step, first_prompt=first, next_prompt=following)
 
 
@@ -145,7 +145,7 @@ def test_groups_of_another_form_of_lines_go(journal_of, monkeypatch):
     earlier.mkdir(parents=True)
     (earlier / "prompt_00000000").write_bytes(b"AAAA\n")
     assert "group" not in of.outlook(0, 0, 0)
-    sample = SessionSample([5], Completion([7], [-1.0], "length", [VersionSpan(0, 0)], None))
+    sample = Completion([7], [-1.0], "length", [0], None, prompt=[5])
     written(of, rollout_of(sample, 0, 0, 1))
     assert not earlier.exists()
 
@@ -160,8 +160,8 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
     journal = journal_of({}, {"max_staleness": 2})
     assert journal.outlook(0, 0, 0) == "", "a new run"
     for step in (3, 4, 5, 7):
-        answer = Completion([7], [-1.0], "length", [VersionSpan(0, step - (step == 5))], None)
-        made = rollout_of(SessionSample([5], answer), step, 2 * step, 2 * step + 2)
+        answer = Completion([7], [-1.0], "length", [step - (step == 5)], None, prompt=[5])
+        made = rollout_of(answer, step, 2 * step, 2 * step + 2)
         made.figures["staleness_max"] = int(step == 5)
         written(journal, made)
 
@@ -193,7 +193,7 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
 def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
     """Those that wait or will be handed out, not those that were taken before a kill."""
     journal = journal_of()
-    made_samples = [SessionSample([5], Completion([7], [-1.0], "length", [VersionSpan(0, 3)], None))]
+    made_samples = [Completion([7], [-1.0], "length", [3], None, prompt=[5])]
     made = rollout_of(*made_samples, 3, 6, 9)
     made.waiting = [(6, 3)]
     journal.ahead_folder.mkdir(parents=True)
@@ -204,7 +204,7 @@ def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
         generating.add(number, [Request([5], 1, 1)], 3)
     generating.start()
     for member in begun:
-        member.finish(EpisodeEnd(made_samples))
+        member.finish(Episode(made_samples))
     generating.take(3, set(), lambda: False)
     left = journal.ahead_folder / "prompt_00000009.host.7.tmp"
     left.touch()  # by a kill
@@ -218,9 +218,8 @@ def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
 
 
 def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):
-    versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
-    completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
-    generated = rollout_of(SessionSample([5, 6], completion), 4, 8, 9)
+    completion = Completion([7, 9], [-1.0, -1.0], "length", [2, 4], None, prompt=[5, 6])
+    generated = rollout_of(completion, 4, 8, 9)
     written(journal_of(), generated)
     other = journal_of().ahead_folder.parent / "0123456789abcdef"
     other.mkdir(parents=True)

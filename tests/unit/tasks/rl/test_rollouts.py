@@ -20,19 +20,19 @@ from glm46.run.context_keys import SHARED_KEYS
 from glm46.tasks.rl.journal import read_fields, read_rollout, write_fields, write_rollout
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, SessionSample, VersionSpan
-from glm46.tasks.rl.rollouts import PromptSet, _columns, validate_sets
+from glm46.tasks.rl.rollout.records import Completion, Episode, SamplingRules
+from glm46.tasks.rl.rollouts import _columns, validate_sets
 from glm46.tasks.rl.samples import Samples, to_samples
 
 
-def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> EpisodeEnd:
+def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> Episode:
     logprobs = [-token / 7 for token in tokens]
-    spans = [VersionSpan(0, 3), VersionSpan(1, 4)] if len(tokens) > 1 else [VersionSpan(0, 3)]
-    completion = Completion(tokens, logprobs, "stop", spans, None)
-    return EpisodeEnd([SessionSample(prompt, completion)], group=group, reward=reward, parts={"exact": reward})
+    versions = [3] + [4] * (len(tokens) - 1)
+    completion = Completion(tokens, logprobs, "stop", versions, None, prompt=prompt)
+    return Episode([completion], group=group, reward=reward, parts={"exact": reward})
 
 
-def rollout_of(*ends: EpisodeEnd) -> Samples:
+def rollout_of(*ends: Episode) -> Samples:
     return to_samples(ends, ["exact"], step=4, first_prompt=8, next_prompt=10, figures={"reward": 0.5})
 
 
@@ -41,14 +41,14 @@ def rollout() -> Samples:
     return rollout_of(sample(8, [5, 6], [7, 8, 9], 1.0), sample(8, [5, 6], [10], 0.0), sample(9, [11], [12, 13], 0.5))
 
 
-def validation_of(ends: list[EpisodeEnd], samples: int) -> dict[str, float]:
+def validation_of(ends: list[Episode], samples: int) -> dict[str, float]:
     """The columns of a validation whose prompts got these scored answers."""
     sampler = SimpleNamespace(
         config=SimpleNamespace(rewards=[SimpleNamespace(name="exact")]), rules=SamplingRules(1.0, frozenset(), 8),
         generate=lambda *_: ends, score=lambda scored, _: scored,
     )  # fmt: skip
     table = SimpleNamespace(name="set", samples=samples, temperature=1.0)
-    return validate_sets(sampler, [PromptSet(table, [None] * (len(ends) // samples))])
+    return validate_sets(sampler, [(table, [None] * (len(ends) // samples))])
 
 
 def test_a_validation_counts_the_samples_that_failed():
@@ -165,9 +165,9 @@ def test_samples_of_a_row_share_their_prompt():
 def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model():
     """A label where the main model has one. Samples that share a prompt have the tokens of those that do not."""
     answer = Completion(
-        [7, 4, 4, 8, 9], [-1.0] * 5, "stop", [VersionSpan(0, 3)], None, ((1, 3),)
+        [7, 4, 4, 8, 9], [-1.0] * 5, "stop", [3] * 5, None, ((1, 3),), prompt=[5, 6]
     )  # 4: of an environment
-    replied = EpisodeEnd([SessionSample([5, 6], answer)], group=8, reward=1.0, parts={"exact": 1.0})
+    replied = Episode([answer], group=8, reward=1.0, parts={"exact": 1.0})
     rollout, none = rollout_of(replied, sample(8, [5, 6], [1, 2, 3], 0.0)), IGNORE
     shape = PackShape(seq_len=12, rows=1, ranks=1, micro_batches=None, mtp_depth=2)
     batch = {name: values[0].tolist() for name, values in batch_of(rollout, [[0, 1]], shape).items()}

@@ -26,8 +26,8 @@ from glm46.tasks.rl.rewards.answer import Answer, RewardRule, exact, maths, remo
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.choice import choice
 from glm46.tasks.rl.rewards.code import code
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, _value, environment_pool
-from glm46.tasks.rl.rollout.records import EpisodeEnd, pack_groups, unpack_groups
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, _result, environment_pool
+from glm46.tasks.rl.rollout.records import Episode, pack_groups, unpack_groups
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 
 BAD = "tests.unit.tasks.rl.rewards.bad_rewards"
@@ -577,30 +577,31 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
     ],
 )  # fmt: skip
 def test_a_reward_or_filter_may_give_a_scalar_of_numpy_or_torch(value, expected):
-    found = _value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a"))
-    assert found == expected and type(found) is float
+    found, fault = _result(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a"))
+    assert found == expected and type(found) is float and not fault
 
 
 @pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), np.float32("nan"), np.str_("1")])
 def test_other_values_of_numpy_and_torch_are_faults(value):
-    assert isinstance(_value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a")), str)
+    found, fault = _result(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a"))
+    assert found is None and fault
 
 
 @pytest.mark.parametrize("is_environment", [False, True])
 def test_what_a_user_function_says_with_a_lone_surrogate_can_be_recorded(is_environment):
     def value(giving):
-        return _value(RewardRule("m:f", is_environment=is_environment), {"m:f": giving}, answer("a"))
+        return _result(RewardRule("m:f", is_environment=is_environment), {"m:f": giving}, answer("a"))
 
     def fail(answer, options):
         raise ValueError("bad \ud83d")
 
     shown = type("Shown", (), {"__repr__": lambda self: "\ud83d"})()
-    faults = [value(fail), value(lambda answer, options: shown)]
-    (ends,) = unpack_groups(pack_groups({0: [EpisodeEnd([], fault) for fault in faults]})).values()
+    faults = [value(fail)[1], value(lambda answer, options: shown)[1]]
+    (ends,) = unpack_groups(pack_groups({0: [Episode([], fault) for fault in faults]})).values()
     assert ends[0].fault == "ValueError: bad ?" and ends[1].fault.startswith("gave ?, which is not a ")
     if is_environment:
-        replies = [value(lambda answer, options, text=text: text) for text in ("a \ud83d", "", None)]
-        assert replies == [Reply("a ?"), Reply(""), Reply(None)]
+        replies = [value(lambda answer, options, text=text: text)[0] for text in ("a \ud83d", "", None)]
+        assert replies == ["a ?", "", None]
 
 
 def test_a_label_that_cannot_be_pickled_is_refused_and_its_process_ends():
@@ -618,11 +619,11 @@ def test_a_label_that_cannot_be_pickled_is_refused_and_its_process_ends():
 def test_an_environment_replies_and_its_faults_are_named():
     environment = environment_pool(EnvironmentConfig(function=f"{BAD}:reply"))
     try:
-        found = environment.replies([answer("a", label) for label in ("text", "end", "fail", "number")])
+        found = [environment.reply(answer("a", label)) for label in ("text", "end", "fail", "number")]
     finally:
         environment.close()
-    assert found[:2] == [Reply("a!"), Reply(None)]
-    assert "no reply" in found[2] and "not a text" in found[3]
+    assert found[:2] == [("a!", ""), (None, "")]
+    assert "no reply" in found[2][1] and "not a text" in found[3][1]
     with pytest.raises(UserError, match=r"rl\.environment.*no_such"):
         environment_pool(EnvironmentConfig(function="no_such_module:f"))
 
@@ -649,10 +650,10 @@ def test_a_call_inside_a_thought_is_a_draft():
     environment = environment_pool(EnvironmentConfig(function=f"{BAD}:reply"))
     texts = (f"<think>{draft}", draft, f"<think>{draft}</think>", f"<think>{draft}</think>{real}")
     try:
-        found = environment.replies([answer(text, "text", thinking=True) for text in texts])
+        found = [environment.reply(answer(text, "text", thinking=True)) for text in texts]
     finally:
         environment.close()
-    assert found == [Reply(None), Reply(f"{draft}!"), Reply(None), Reply(f"{texts[3]}!")]
+    assert found == [(None, ""), (f"{draft}!", ""), (None, ""), (f"{texts[3]}!", "")]
 
 
 @pytest.mark.parametrize("text", [" ", "*", "\n", "(", "answer is ", "(A", "```", "A or "])

@@ -7,7 +7,7 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
-from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Request
 from glm46.tasks.rl.rollout.session import Session
 
 TOKENIZER = load_tokenizer("builtin")
@@ -29,7 +29,7 @@ class Served:
         for one in asked:
             self.generated.append(one.request)
             tokens = self.turns.pop(0)
-            one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 0)], None))
+            one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [0] * len(tokens), None))
 
     async def __aenter__(self) -> "Served":
         self._server = await self.endpoint.start()

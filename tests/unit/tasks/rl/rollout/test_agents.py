@@ -12,7 +12,7 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.rollout import http_requests
-from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Request
 from glm46.tasks.rl.rollout.session import NoRoom, Session
 from tests.processes import HANG_SECONDS
 from tests.unit.tasks.rl.rollout.served_episode import TOKENIZER, Served, tokens_of
@@ -82,9 +82,9 @@ def test_a_turn_whose_client_gave_up_is_neither_last_nor_trained_until_somebody_
     wanted, (samples, messages), again, later, generated = asyncio.run(asyncio.wait_for(run(), HANG_SECONDS))
     assert wanted.choices[0].message.content == messages[-1]["content"] == "wanted"
     (sample,) = samples
-    assert TOKENIZER.decode(sample.completion.tokens) == "\nwanted<|user|>"
+    assert TOKENIZER.decode(sample.tokens) == "\nwanted<|user|>"
     assert again.choices[0].message.content == "abandoned" and generated == 2, "a later request gets the same turn"
-    assert [TOKENIZER.decode(one.completion.tokens) for one in later] == ["\nabandoned<|user|>", "\nwanted<|user|>"]
+    assert [TOKENIZER.decode(one.tokens) for one in later] == ["\nabandoned<|user|>", "\nwanted<|user|>"]
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -102,7 +102,7 @@ def test_a_connection_that_is_closed_or_reset_is_a_client_that_has_gone(is_reset
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.close()
             session = served.episode.session
-            while not session._withdrawn:
+            while not any(turn.is_withdrawn for turn in session.turns):
                 await asyncio.sleep(0.01)
             served.release()
             while not session.answered:
@@ -123,11 +123,11 @@ def test_a_turn_that_is_only_the_way_to_a_delivered_one_is_not_trained():
     for number, text in enumerate(("\none", "\ntwo", "\nthree")):
         turn = session.begin(messages, ())
         tokens = tokens_of(text)
-        session.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 0)], None))
+        session.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [0] * len(tokens), None))
         if number == 1:
             session.withdraw(turn)
-        messages = [*messages, session.answered[turn].answer, Message("user", "Go on")]
-    ((_, completion),) = session.samples()
+        messages = [*messages, turn.answer, Message("user", "Go on")]
+    (completion,) = session.samples()
     edges = [0, *(edge for reply in completion.replies for edge in reply), len(completion.tokens)]
     spans = zip(edges[::2], edges[1::2], strict=True)
     trained = [TOKENIZER.decode(completion.tokens[start:end]) for start, end in spans]

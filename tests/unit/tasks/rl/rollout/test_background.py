@@ -16,11 +16,9 @@ from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
 from glm46.tasks.rl.rollout.records import (
     Completion,
-    EpisodeEnd,
+    Episode,
     Request,
     SamplingRules,
-    SessionSample,
-    VersionSpan,
     rest,
 )
 from glm46.tasks.rl.rollout.server_pool import ServerPool
@@ -64,7 +62,7 @@ def await_sent(stub, count: int) -> None:
 
 def completions(ends) -> list[Completion]:
     """Of a group of samples."""
-    return [end.samples[0].completion for end in ends]
+    return [end.samples[0] for end in ends]
 
 
 def never() -> bool:
@@ -190,7 +188,7 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
 
         def ask(self, asked):
             if asked[0].request.prompt == [1]:
-                asked[0].done(Completion([STOP], [-1.0], "stop", [VersionSpan(0, 0)], None))
+                asked[0].done(Completion([STOP], [-1.0], "stop", [0], None))
 
         def drop(self, asked):
             raise AssertionError("both are kept")
@@ -236,8 +234,8 @@ def test_a_full_disk_is_a_mistake_of_the_user_whose_folder_is_named(pool, tmp_pa
 
 
 def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
-    first = Completion([5, 6], [-1.0, -2.0], "abort", [VersionSpan(0, 3)], np.full((4, 1, 1), 1, np.uint8))
-    then = Completion([7], [-3.0], "stop", [VersionSpan(0, 3)], np.full((5, 1, 1), 2, np.uint8))
+    first = Completion([5, 6], [-1.0, -2.0], "abort", [3, 3], np.full((4, 1, 1), 1, np.uint8))
+    then = Completion([7], [-3.0], "stop", [3], np.full((5, 1, 1), 2, np.uint8))
     whole = first.extended([], then)
     assert whole.tokens == [5, 6, 7] and whole.spans == [(0, 3)] and whole.finish == "stop"
     assert whole.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2]
@@ -267,14 +265,14 @@ def test_turns_and_ends_of_episodes_are_kept_one_by_one_and_a_cut_file_goes_on(t
         generating.start()
         return generating
 
-    def turn(name: int, version: int) -> SessionSample:
-        return SessionSample([name], Completion([name], [-1.0], "stop", [VersionSpan(0, version)], None))
+    def turn(name: int, version: int) -> Completion:
+        return Completion([name], [-1.0], "stop", [version], None, prompt=[name])
 
     first = start()
     begun[0].note(turn(7, 0))
     begun[2].note(turn(8, 1))
     begun[0].note(turn(9, 1))
-    begun[1].finish(EpisodeEnd([turn(5, 1)], score=2.0))
+    begun[1].finish(Episode([turn(5, 1)], score=2.0))
     assert first.halt(), "all is on the disk"
     assert first.unfinished([3]) == 1 and [one.end.is_part for one in begun] == [True, False, True]
     (file,) = tmp_path.iterdir()
@@ -288,12 +286,12 @@ def test_turns_and_ends_of_episodes_are_kept_one_by_one_and_a_cut_file_goes_on(t
     start(since=1)
     assert [one.end.samples for one in begun] == [[], [turn(8, 1), turn(10, 2)]], "no turn behind one that is too old"
     begun[0].note(turn(11, 2))
-    begun[0].finish(EpisodeEnd([turn(11, 2)], fault="it hangs"))
-    begun[1].finish(EpisodeEnd([turn(10, 2)]))
+    begun[0].finish(Episode([turn(11, 2)], fault="it hangs"))
+    begun[1].finish(Episode([turn(10, 2)]))
     wait_until(lambda: not begun[1].end.is_part)
     start(since=1)
     assert [one.end.samples for one in begun] == [[turn(11, 2)]], "the failed one is tried again, behind its turns"
-    begun[0].finish(EpisodeEnd([turn(12, 2)]))
+    begun[0].finish(Episode([turn(12, 2)]))
     wait_until(lambda: not begun[0].end.is_part)
     start(since=1)
     assert not begun, "its result counts, not its fault"
@@ -312,8 +310,8 @@ def recorded(folder, begun: list, say=print) -> BackgroundGeneration:
     return generating
 
 
-def turn_of(name: int, tokens: int = 1) -> SessionSample:
-    return SessionSample([name], Completion([7] * tokens, [-1.0] * tokens, "stop", [VersionSpan(0, 0)], None))
+def turn_of(name: int, tokens: int = 1) -> Completion:
+    return Completion([7] * tokens, [-1.0] * tokens, "stop", [0] * tokens, None, prompt=[name])
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_no_turn(tmp_path):
@@ -371,7 +369,7 @@ def test_a_sample_that_many_updates_cut_is_kept_once(tmp_path):
     first = start()
     assert first.halt() and not list(tmp_path.iterdir())
     first.start()
-    cut[0].finish(EpisodeEnd([turn_of(9)]))
+    cut[0].finish(Episode([turn_of(9)]))
     for count in (1, 2, 4):
         cut[1].parts = lambda count=count: [turn_of(9, count)]
         assert first.halt()

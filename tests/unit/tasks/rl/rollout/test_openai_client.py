@@ -28,7 +28,7 @@ def run_client(of: Served, use: Callable, **options):
 
 def check_trained_once(of: Served, turns: list[list[int]]) -> None:
     """All generated tokens, and no others, are labels of one conversation."""
-    ((_, completion),) = of.episode.session.samples()
+    (completion,) = of.episode.session.samples()
     edges = [0, *(edge for reply in completion.replies for edge in reply), len(completion.tokens)]
     spans = zip(edges[::2], edges[1::2], strict=True)
     assert [completion.tokens[start:end] for start, end in spans] == turns and len(of.generated) == len(turns)

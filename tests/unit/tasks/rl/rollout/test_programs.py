@@ -67,10 +67,11 @@ def run(monkeypatch, tmp_path, loop):
             endpoint = PolicyEndpoint(print)
             server = await endpoint.start()
             episode = endpoint.open(Session(tokenizer, Request([1], 0, 9), thinking=False, most_turns=2), 2, None)
-            variables = {"OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key}
-            policy = None if is_scoring else (endpoint, episode)
+            policy = None if is_scoring else episode
             command = [sys.executable, "-c", script]
-            ended = await Programs((), allow).run(command, str(folder), variables, seconds, b"", policy)
+            ended = await Programs((), allow).run(
+                command, str(folder), episode.variables, seconds, policy=policy, is_judge=is_scoring
+            )
             server.close()
             return ended
 
@@ -102,7 +103,7 @@ def test_a_python_of_a_version_manager_starts(kind, tmp_path, loop, monkeypatch)
     monkeypatch.setenv("PATH", f"{manager / 'shims'}:{os.environ['PATH']}")
     monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
     ended = loop.run_until_complete(
-        Programs((), ()).run(["python9", "-c", "print(6 * 7)"], str(folder), {}, 100.0, b"")
+        Programs((), ()).run(["python9", "-c", "print(6 * 7)"], str(folder), {}, 100.0, is_judge=True)
     )
     assert ended == ("", "42\n", "")
 
@@ -134,10 +135,11 @@ def test_signals_and_limits_of_a_program_are_not_those_of_its_first_one(tmp_path
     command = ["bash", "-c", "yes | head -n 1 > /dev/null; echo ${PIPESTATUS[0]}; ulimit -c"]
     hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard[1]))
-    ended = loop.run_until_complete(Programs((), ()).run(command, str(tmp_path), {}, 100.0, b""))
+    ended = loop.run_until_complete(Programs((), ()).run(command, str(tmp_path), {}, 100.0, is_judge=True))
     resource.setrlimit(resource.RLIMIT_CORE, hard)
     assert ended[:2] == ("", f"{128 + signal.SIGPIPE}\n0\n")
-    missing = loop.run_until_complete(Programs((), ()).run(["no-such-program"], str(tmp_path), {}, 100.0, b""))
+    absent = ["no-such-program"]
+    missing = loop.run_until_complete(Programs((), ()).run(absent, str(tmp_path), {}, 100.0, is_judge=True))
     assert missing.fault == "it ended with code 1: no-such-program: No such file or directory"
 
 
@@ -233,7 +235,9 @@ def test_modes_of_files_are_kept_where_a_sandbox_is_required(kind, tmp_path, loo
     private = tmp_path / "key"
     private.touch(mode=0o600)
     command = [sys.executable, "-c", f"import os\nos.chmod({str(private)!r}, 0o666)"]
-    ended = loop.run_until_complete(Programs((), (), keeps_modes=True).run(command, str(tmp_path), {}, 100.0, b""))
+    ended = loop.run_until_complete(
+        Programs((), (), keeps_modes=True).run(command, str(tmp_path), {}, 100.0, is_judge=True)
+    )
     assert "PermissionError" in ended.fault and private.stat().st_mode & 0o777 == 0o600
 
 
@@ -287,7 +291,7 @@ def test_a_scoring_program_runs_nothing_that_the_policy_wrote(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
-    ended = loop.run_until_complete(Programs((), ()).run(command, str(folder), {}, 100.0, b""))
+    ended = loop.run_until_complete(Programs((), ()).run(command, str(folder), {}, 100.0, is_judge=True))
     assert "EVIL" not in ended.both and ended.both.strip(), ended
 
 
@@ -315,7 +319,7 @@ def test_a_scoring_program_reads_the_folder_and_imports_what_is_next_to_it(kind,
     )
     monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
     command = [sys.executable, str(scripts / "score.py")]
-    ended = loop.run_until_complete(Programs((), ()).run(command, str(folder), {}, 100.0, b""))
+    ended = loop.run_until_complete(Programs((), ()).run(command, str(folder), {}, 100.0, is_judge=True))
     assert ended == ("", "read only\n1.5\n", "")
     assert os.listdir(folder) == ["answer"]
 
@@ -333,7 +337,7 @@ def test_a_scoring_program_can_take_the_folder_as_its_current_one(kind, tmp_path
     monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
     start = f'cd "$GLM46_EPISODE_FOLDER" && exec {sys.executable} "$0"'
     command = ["sh", "-c", start, str(scripts / "score.py")]
-    ended = loop.run_until_complete(Programs((), ()).run(command, str(folder), {}, 100.0, b""))
+    ended = loop.run_until_complete(Programs((), ()).run(command, str(folder), {}, 100.0, is_judge=True))
     assert ended == ("", "3\n", "")
 
 

@@ -19,7 +19,7 @@ from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
-from glm46.tasks.rl.rollout.records import EpisodeEnd, Request, SamplingRules, seed_behind
+from glm46.tasks.rl.rollout.records import Episode, Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED, ServedPolicy
 from glm46.tasks.rl.sampling import Sampler
@@ -131,7 +131,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
     asked = [(0, Request(prompt, seed, 50)) for seed in range(4)]
     read = lambda number: Prompt(prompt, "Hi", None, row=row)  # noqa: E731
 
-    def run() -> list[EpisodeEnd]:
+    def run() -> list[Episode]:
         return run_episodes(episodes, read, asked, engine, RULES, lambda: False)
 
     try:
@@ -140,8 +140,8 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
         for stub in stubs:
             stub.generated.clear()
         for (_, request), end in zip(asked, run(), strict=True):
-            ((first, completion),) = end.samples
-            assert not end.fault and first == prompt and {span.version for span in completion.spans} == {3}
+            (completion,) = end.samples
+            assert not end.fault and completion.prompt == prompt and set(completion.versions) == {3}
             expected = generate(prompt, seed_behind(request.seed, [*prompt, -6]), 6)  # the program states the limit
             assert completion.tokens[: len(expected)] == expected
             assert completion.logprobs[: len(expected)] == [logprob(3, token) for token in expected]
@@ -187,11 +187,11 @@ def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_
         engine.update(4)
         ends = engine.take(1, {8}, lambda: False)[8]
         for seed, end in zip((1, 2), ends, strict=True):
-            ((first, completion),) = end.samples
+            (completion,) = end.samples
             own = seed_behind(seed, [*prompt, -6])
             before = generate(prompt, own, 6)[:3]  # half of the first turn
             after = generate(prompt + before, own + 3, 3)
-            assert first == prompt and completion.tokens[:6] == before + after
+            assert completion.prompt == prompt and completion.tokens[:6] == before + after
             assert completion.spans[:2] == [(0, 3), (3, 4)] and completion.logprobs[3] == logprob(4, after[0])
         assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000008"]
     finally:

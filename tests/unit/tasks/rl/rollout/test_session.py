@@ -12,7 +12,7 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Episode, Request
 from glm46.tasks.rl.rollout.session import NoRoom, Session
 from glm46.tasks.rl.rollout.session_samples import min_tokens
 from glm46.tasks.rl.samples import Samples, to_samples
@@ -40,7 +40,7 @@ class Policy:
 
     def answer(self, of: Session, messages: list[Message], text: str, end: str = "user", tools=()) -> Message:
         turn = of.begin(messages, tools)
-        if turn not in of.answered:
+        if not turn.is_answered:
             tokens = []
             for part in filter(None, TAGS.split(text)):
                 tokens += [TOKENIZER.special[part]] if TAGS.match(part) else TOKENIZER.encode(part).tolist()
@@ -48,8 +48,8 @@ class Policy:
             logprobs = [-1.0 - len(self.generated) - n for n in range(len(tokens))]
             self.generated |= dict(zip(logprobs, tokens, strict=True))
             finish = "stop" if end in MARKERS else "length"
-            of.end(turn, Completion(tokens, logprobs, finish, [VersionSpan(0, 3)], None))
-        return of.answered[turn].answer
+            of.end(turn, Completion(tokens, logprobs, finish, [3] * len(tokens), None))
+        return turn.answer
 
 
 def check_trained_once(of: Session, policy: Policy) -> None:
@@ -58,15 +58,15 @@ def check_trained_once(of: Session, policy: Policy) -> None:
     rollout, read = rollout_of(samples), set()
     targets = rollout.targets[rollout.targets >= 0].tolist()
     assert Counter(zip(rollout.logprobs.tolist(), targets, strict=True)) == Counter(policy.generated.items())
-    for number, (prompt, completion) in enumerate(samples):
+    for number, completion in enumerate(samples):
         whole = tuple(rollout.tokens[slice(*rollout.bounds(number))].tolist())
-        read |= {whole[:n] for n in range(len(prompt), len(whole) + 1)}
+        read |= {whole[:n] for n in range(len(completion.prompt), len(whole) + 1)}
         assert all(end <= len(completion.tokens) for _, end in completion.replies)
     assert all(tuple(of.request(turn).prompt) in read for turn in of.answered)
 
 
 def rollout_of(samples: list) -> Samples:
-    end = EpisodeEnd(samples, group=0, reward=1.0, parts={"exact": 1.0})
+    end = Episode(samples, group=0, reward=1.0, parts={"exact": 1.0})
     return to_samples([end], ["exact"], step=0, first_prompt=0, next_prompt=1)
 
 
@@ -80,7 +80,7 @@ def test_a_tool_cycle_is_one_sample_in_the_tokens_of_the_format():
     policy.answer(of, asked, "\n36", "user", TOOLS)
     assert of.request(of.turns[1]).prompt == chat_prompt(TOKENIZER, asked, tools=TOOLS, thinking=False)
     (sample,) = of.samples()
-    assert not sample.completion.contradicted
+    assert not sample.contradicted
     check_trained_once(of, policy)
 
 
@@ -113,7 +113,8 @@ def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
     of, policy = session(), Policy()
     first = policy.answer(of, [QUESTION], "\n36", "observation")
     policy.answer(of, [QUESTION, first, Message("user", "Sure?")], "\nyes")
-    (prompt, completion), *others = of.samples()
+    completion, *others = of.samples()
+    prompt = completion.prompt
     assert not others
     place = len(TOKENIZER.encode("\n36"))
     assert completion.contradicted == ((place, MARKERS["user"]),) and completion.tokens[place] == MARKERS["observation"]
@@ -132,7 +133,7 @@ def test_a_cut_turn_is_followed_by_a_marker_that_is_no_label():
     of, policy = session(), Policy()
     first = policy.answer(of, [QUESTION], "\n3", "")
     policy.answer(of, [QUESTION, first, Message("user", "Go on")], "6")
-    ((prompt, completion),) = of.samples()
+    (completion,) = of.samples()
     (start, _), cut = completion.replies[0], len(TOKENIZER.encode("\n3"))
     assert start == cut and completion.tokens[start] == MARKERS["user"] and not completion.contradicted
     check_trained_once(of, policy)
@@ -152,9 +153,9 @@ def test_the_same_request_has_the_same_turn_and_another_one_a_branch():
     policy.answer(of, again, "\nyes")
     policy.answer(of, [QUESTION, Message("assistant", "37"), Message("user", "Sure?")], "\nno")
     policy.answer(of, [QUESTION, first, Message("user", "Really?")], "\nyes")
-    start = of.answered[of.turns[0]]
+    start = of.turns[0]
     assert [turn.parent for turn in of.turns] == [None, start, None, start]
-    assert [len(sample.completion.replies) for sample in of.samples()] == [1, 0, 2], "the first turn is trained once"
+    assert [len(sample.replies) for sample in of.samples()] == [1, 0, 2], "the first turn is trained once"
     check_trained_once(of, policy)
     other_tools = of.begin(again, TOOLS)
     assert other_tools.parent is None
@@ -249,14 +250,14 @@ def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_fo
     answer = policy.answer(first, [QUESTION], "\n30")
     policy.answer(first, [QUESTION, answer, QUESTION], "\n31")
     again = session(recorded=noted, note=more.append)
-    assert again.answered[again.begin([QUESTION], ())].answer == answer
+    assert again.begin([QUESTION], ()).answer == answer
     other = policy.answer(again, [QUESTION, answer, Message("user", "Why?")], "\n33")
     assert other.content == "33"
-    ((_, completion),) = again.samples()
+    (completion,) = again.samples()
     assert "31" not in TOKENIZER.decode(completion.tokens) and len(noted) == 2 and len(more) == 1
-    cut = noted[0]._replace(completion=noted[0].completion._replace(finish="length"))
+    cut = noted[0]._replace(finish="length")
     short = session(recorded=[cut])
-    assert short.begin([QUESTION], ()) not in short.answered, "it was cut at another length"
+    assert not short.begin([QUESTION], ()).is_answered, "it was cut at another length"
 
 
 def test_each_turn_and_branch_has_a_seed_of_its_own_and_the_same_one_after_a_restart():
@@ -287,13 +288,14 @@ def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
         assert request.known == sum(turns) and len(request.prompt) == turn.length
         fed = len(request.prompt) + len(tokens) - 1
         routes = np.full((fed, 1, 1), value, np.uint8)
-        of.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 3)], routes))
+        of.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [3] * len(tokens), routes))
         turns.append(fed - request.known)
-        messages = [*messages, of.answered[turn].answer, QUESTION]
+        messages = [*messages, turn.answer, QUESTION]
     again = session(recorded=noted)
     for number in (1, 3, 5):
-        assert again.answered[again.begin(messages[:number], ())].answer == messages[number]
+        assert again.begin(messages[:number], ()).answer == messages[number]
     for one in (of, again):
-        ((prompt, completion),) = one.samples()
+        (completion,) = one.samples()
+        prompt = completion.prompt
         assert completion.routes[:, 0, 0].tolist() == [1] * turns[0] + [2] * turns[1] + [3] * turns[2]
         assert len(completion.routes) == len(prompt) + len(completion.tokens) - 1

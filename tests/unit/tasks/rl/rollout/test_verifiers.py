@@ -24,7 +24,7 @@ from glm46.storage.judge.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
 from glm46.tasks.rl.episode_checks import declared_packages, require_episodes
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
-from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, Request
 from glm46.tasks.rl.rollout.session import Session
 from glm46.tasks.rl.rollout.workers import Workers
 from tests.wheels import download
@@ -69,14 +69,13 @@ def run_worker(monkeypatch, jail: str, *episodes: tuple[int, list[str], int]) ->
         def ask(asked) -> None:
             for one in asked:
                 tokens = [*TOKENIZER.encode("\n" + answers.pop(0)).tolist(), TOKENIZER.special["<|user|>"]]
-                one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 0)], None))
+                one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [0] * len(tokens), None))
 
         prompt = chat_prompt(TOKENIZER, [Message("user", "123456")], thinking=False)
         session = Session(TOKENIZER, Request(prompt, 3, most), thinking=False, most_turns=4)
         episode = endpoint.open(session, 4, SimpleNamespace(ask=ask, drop=lambda one: None))
-        variables = {"OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key}
         row = {"prompt": "as of the task", "task": task}
-        return Played(*await workers.run(row, variables, 300.0, (endpoint, episode)), session)
+        return Played(*await workers.run(row, "", 300.0, episode), session)
 
     async def whole() -> list[Played]:
         endpoint = PolicyEndpoint(print)
@@ -86,7 +85,7 @@ def run_worker(monkeypatch, jail: str, *episodes: tuple[int, list[str], int]) ->
         found, processes = [], set()
         for episode in episodes:
             found.append(await play(workers, endpoint, *episode))
-            processes |= {one.process.pid for one in workers._idle}
+            processes |= {one.program.process.pid for one in workers._idle}
         await workers.close()
         server.close()
         assert len(processes) == 1, "it stays"
@@ -156,7 +155,7 @@ def test_episodes_are_recorded_and_rewarded_one_after_another(jail, monkeypatch,
     )
     assert (one.ended.fault, one.score) == ("", 1.0), one.ended
     (sample,) = one.session.samples()
-    assert len(one.session.turns) == 2 and len(sample.completion.replies) == 1, "one conversation of two turns"
+    assert len(one.session.turns) == 2 and len(sample.replies) == 1, "one conversation of two turns"
     assert [message["content"] for message in one.session.conversation()] == [prompts[1], "231", prompts[1], right]
     assert (other.ended.fault, other.score) == ("", 0.0) and len(other.session.turns) == 2
     assert cut.ended.fault.startswith("verifiers: ") and cut.score is None, "no room for a second turn"
