@@ -50,6 +50,7 @@ from glm46.run import context_keys
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.tasks.pretrain.next_token import NextToken
+from glm46.tasks.rl.rollout.event_loop import in_thread
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 from tests.ranks.sharded_layouts import Job, Layout, make_batch, make_config, micro_batches, whole
 
@@ -197,7 +198,7 @@ def a_server_gets_weights(process: Process) -> None:
         for version in range(3):
             backend = "gloo" if process.device.type == "cpu" else "nccl"
             group = WeightGroup(f"http://127.0.0.1:{server.server_port}", 0, backend, 30.0)
-            group.join(version, lambda _: time.sleep(0.5) or "loaded")
+            group.join(version, lambda _: in_thread(lambda: time.sleep(0.5) or "loaded"))
             for size in (0, 1 << 20):
                 group.end(group.begin(torch.ones(size, device=process.device)), time.monotonic())
                 assert group.fault is None

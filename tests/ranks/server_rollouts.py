@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rollout import RolloutConfig
-from glm46.tasks.rl.rollout import first_rank, server_engine, server_pool
+from glm46.tasks.rl.rollout import first_rank, server_engine, servers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.served_policy import EngineError, ServedPolicy
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollout.server_state import EngineError, ServedPolicy
 from tests.ranks.forked_ranks import run_whole
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, scores
 
@@ -29,7 +29,7 @@ REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range
 
 def generate(rank: int, folder: Path) -> dict:
     """What a rank gets and sees."""
-    first_rank._SIGN_OF_LIFE_SECONDS = server_pool._RESTART_TICK_SECONDS = 0.2
+    first_rank._SIGN_OF_LIFE_SECONDS = servers._RESTART_TICK_SECONDS = 0.2
     stub = StubServer() if rank == 0 else None
     port = torch.tensor([stub.port if stub else 0])
     dist.broadcast(port, 0)

@@ -21,8 +21,8 @@ from glm46.storage.huggingface.export_weights import ExportOptions, export_weigh
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.served_policy import ServedPolicy
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollout.server_state import ServedPolicy
 from tests.processes import free_port
 from tests.servers.vllm_process import SCRIPT, VllmProcess, reason_to_skip
 

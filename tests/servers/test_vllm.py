@@ -9,7 +9,7 @@ import torch
 from glm46.compute.model.router import Router
 from glm46.tasks.rl.rollout.http_calls import call
 from glm46.tasks.rl.rollout.records import Request
-from glm46.tasks.rl.rollout.server_state import EngineError
+from glm46.tasks.rl.rollout.served_policy import EngineError
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, distributions, gap, served
 
@@ -58,14 +58,14 @@ def test_reload_of_vllm_itself_is_found_out(policy, monkeypatch):
     """It answers 200 and leaves experts that are neither old nor new; the probe tells, and a whole load repairs it."""
     load = VllmServer._extension
 
-    def reload(self, method, *arguments, seconds=60.0):
+    async def reload(self, method, *arguments, seconds=60.0):
         if method != "glm46_load":
-            return load(self, method, *arguments, seconds=seconds)
+            return await load(self, method, *arguments, seconds=seconds)
         kwargs = {"weights_path": arguments[0]}
-        call(self.url, "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs}, seconds=seconds)
+        await call(self.url, "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs}, seconds=seconds)
         return {"version": int(arguments[0][-8:])}
 
-    monkeypatch.setattr(policy.engine._pool, "_restart", 0.0)
+    monkeypatch.setattr(policy.engine._servers, "_restart", 0.0)
     with monkeypatch.context() as patch, pytest.raises(EngineError, match="differ from the trainer's"):
         patch.setattr(VllmServer, "_extension", reload)
         policy.step()
@@ -75,7 +75,7 @@ def test_reload_of_vllm_itself_is_found_out(policy, monkeypatch):
 
 
 def test_completion_is_aborted_at_its_deadline(policy, monkeypatch):
-    monkeypatch.setattr(policy.engine._pool, "deadline", 0.5)
+    monkeypatch.setattr(policy.engine._servers, "deadline", 0.5)
     requests = [Request([5, 6, 7], seed, 500) for seed in range(3)]
     completions = policy.engine.generate(requests, policy.rules._replace(stop=frozenset()))
     assert {one.finish for one in completions} == {"abort"} and all(0 < len(one.tokens) < 500 for one in completions)
@@ -84,7 +84,7 @@ def test_completion_is_aborted_at_its_deadline(policy, monkeypatch):
 
 def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy, monkeypatch):
     routed = policy.rules._replace(routes=True)
-    for state in policy.engine._pool._states:
+    for state in policy.engine._servers._servers:
         monkeypatch.setattr(state, "rules", routed)  # what a server is asked for when it joins
     policy.server.kill()
     began = time.monotonic()

@@ -12,7 +12,7 @@ from glm46.engine.inference.loading import load_for_inference
 from glm46.storage.huggingface.merge_adapter import merge_adapter
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter, is_adaptable
-from glm46.tasks.rl.rollout import server_pool
+from glm46.tasks.rl.rollout import servers
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap, served
 
 pytestmark = MARKS
@@ -77,7 +77,7 @@ def test_each_update_sends_the_adapters_alone(policy):
 
 
 def test_server_that_comes_back_gets_the_latest_adapters(policy, monkeypatch):
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.5)
     policy.server.kill()
     policy.serve(*OPTIONS).wait()  # with the base alone, and nobody has told the pool
     completions = policy.engine.generate(policy.requests, policy.rules)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.tasks.rl.rollout import server_pool, weight_group
-from glm46.tasks.rl.rollout.http_calls import call
+from glm46.tasks.rl.rollout import servers, weight_group
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap, served
+from tests.unit.tasks.rl.rollout.waiting import call
 
 pytestmark = MARKS
 DRAFTS = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
@@ -61,7 +61,7 @@ def test_update_that_broke_in_its_middle_is_made_good_by_the_next(policy, monkey
 
     monkeypatch.setattr(weight_group, "_block", damaged)
     monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1 << 20)
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.5)
     began = time.monotonic()
     policy.step()
     print(f"two updates: {time.monotonic() - began:.2f} s, {next(numbers)} buckets, {policy.lines[-3:]}")
@@ -71,7 +71,7 @@ def test_update_that_broke_in_its_middle_is_made_good_by_the_next(policy, monkey
 
 
 def test_server_that_comes_back_gets_the_weights_in_the_rollout(policy, monkeypatch):
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.5)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.5)
     policy.server.kill()
     policy.serve()
     completions = policy.engine.generate(policy.requests, policy.rules)

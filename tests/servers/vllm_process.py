@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from glm46.tasks.rl.rollout.http_calls import CallError, call
+from glm46.tasks.rl.rollout.http_calls import CallError
+from tests.unit.tasks.rl.rollout.waiting import call
 
 PYTHON = "GLM46_VLLM_PYTHON"
 SCRIPT = Path(__file__).parents[2] / "deploy/vllm/serve_cpu.sh"

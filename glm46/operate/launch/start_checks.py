@@ -31,4 +31,4 @@ def refuse_start(config: RunConfig, typed: Start) -> None:
     if config.rl is not None:
         from glm46.operate.launch.rl_start import refuse_rl  # 80 modules that only [rl] needs
 
-        refuse_rl(config.rl.resolved())
+        refuse_rl(config.rl.resolved(), config.rollout)

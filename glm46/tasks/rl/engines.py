@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.router import Router, Routing
@@ -25,10 +26,11 @@ from glm46.run.parameters import named_rows
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.schemes import FP8_SCHEMES
+from glm46.tasks.rl.rollout.http_calls import require_http_client
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import SamplingRules
+from glm46.tasks.rl.rollout.served_policy import ServedPolicy
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollout.server_state import ServedPolicy
 from glm46.tasks.rl.rollout.weights import base_folder, served_tensors, write_adapters, write_policy
 
 _ADDED = 0.05
@@ -62,6 +64,7 @@ def build_engine(
             routes=rl.routing_replay,
             is_stopped=is_stopped,
         )
+    read_on_first_rank(require_http_client)
     dtype = getattr(torch, config.training.mixed_precision_param)
     scheme = FP8_SCHEMES.get(section.weights_dtype or "")
     weights = real_path(Path(config.job.dump_folder, "rollout_weights"))

@@ -1,17 +1,19 @@
 """Runs work on rank 0, such as talking to servers, and gives its result to all ranks."""
 
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.server_state import EngineError
+from glm46.tasks.rl.rollout.event_loop import in_thread
+from glm46.tasks.rl.rollout.served_policy import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
-_WORKING, _ASKED, _DONE, _ENGINE_ERROR, _USER_ERROR, _FAILED = range(6)
+_WORKING, _REQUESTED, _DONE, _ENGINE_ERROR, _USER_ERROR, _FAILED = range(6)
 _ERRORS = {_ENGINE_ERROR: EngineError, _USER_ERROR: UserError}  # EngineError first: it is a UserError too
 
 
@@ -20,22 +22,16 @@ class CollectiveRequest:
 
     def __init__(self, work: Callable[[], None]):
         self.work = work
-        self.events: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
-        """Events from the work thread of rank 0: its result or error, or None to request the collective work."""
-        self.done = threading.Event()
-        self.has_failed = False
+        self.events: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        """Requests of the collective work from rank 0's own work, and the end of that work."""
 
-    def ask(self) -> None:
-        """Have all ranks perform the work. Called from the work thread of rank 0.
-
-        Raises:
-            RuntimeError: the work failed; the error itself is raised by `run_on_first_rank`.
-        """
-        self.done.clear()
-        self.events.put(None)
-        self.done.wait()
-        if self.has_failed:
-            raise RuntimeError("the ranks failed in collective work for the inference servers")
+    def ask(self) -> Future[None]:
+        """Have all ranks perform the work. The future has a RuntimeError if it failed; the error itself is raised by
+        `run_on_first_rank`."""
+        request: Future[None] = Future()
+        request.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self.events.put(request)
+        return request
 
 
 def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveRequest | None = None) -> bytes:
@@ -54,38 +50,35 @@ def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveReque
     request = request or CollectiveRequest(lambda: None)
     if dist.get_rank() != 0:
         return _result_of_first_rank(request)
-    events = request.events
-
-    def run() -> None:
-        try:
-            events.put(work() or b"")
-        except BaseException as error:
-            events.put(error)
-            if not isinstance(error, Exception):
-                raise
-
-    threading.Thread(target=run, daemon=True).start()
+    ended = in_thread(work)
+    ended.add_done_callback(request.events.put)
     while True:
         try:
-            result = events.get(timeout=_SIGN_OF_LIFE_SECONDS)
+            event = request.events.get(timeout=_SIGN_OF_LIFE_SECONDS)
         except queue.Empty:
             _send(_WORKING, b"")
             continue
-        if result is not None:
+        if event is ended:
             break
-        try:
-            _send(_ASKED, b"")
-            request.work()
-        except BaseException:
-            request.has_failed = True
-            raise
-        finally:
-            request.done.set()
-    if isinstance(result, bytes):
-        _send(_DONE, result)
-        return result
-    _send(next((state for state, kind in _ERRORS.items() if isinstance(result, kind)), _FAILED), b"")
-    raise result
+        _perform(request.work, event)
+    try:
+        result = ended.result() or b""
+    except BaseException as error:
+        _send(next((state for state, kind in _ERRORS.items() if isinstance(error, kind)), _FAILED), b"")
+        raise
+    _send(_DONE, result)
+    return result
+
+
+def _perform(work: Callable[[], None], request: Future[None]) -> None:
+    """Perform collective work that was requested on rank 0."""
+    try:
+        _send(_REQUESTED, b"")
+        work()
+    except BaseException:
+        request.set_exception(RuntimeError("the ranks failed in collective work for the inference servers"))
+        raise
+    request.set_result(None)
 
 
 def _send(state: int, content: bytes) -> None:
@@ -96,9 +89,9 @@ def _send(state: int, content: bytes) -> None:
 
 def _result_of_first_rank(request: CollectiveRequest) -> bytes:
     header = torch.tensor([_WORKING, 0])
-    while header[0] in (_WORKING, _ASKED):
+    while header[0] in (_WORKING, _REQUESTED):
         dist.broadcast(header, 0)
-        if header[0] == _ASKED:
+        if header[0] == _REQUESTED:
             request.work()
     state, length = header.tolist()
     if state in _ERRORS:

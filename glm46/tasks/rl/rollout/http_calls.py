@@ -1,21 +1,28 @@
 """JSON over HTTP with a deadline for the whole call."""
 
-import http.client
-import io
+import asyncio
 import json
-import socket
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+import ssl
+import traceback
+from collections.abc import Awaitable
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic_core import to_json
 
+from glm46.config.errors import UserError
+
+with suppress(ImportError):  # it is needed for servers alone, see `require_http_client`
+    import httpx
+
 _Result = TypeVar("_Result")
-_LONGEST_REASON = 400
+_MAX_REASON = 400
+_HEADERS = {
+    "Content-Type": "application/json",
+    "Accept-Encoding": "identity",
+}
 
 
 class CallError(Exception):
@@ -34,113 +41,84 @@ class ForgottenError(CallError):
     """The server no longer has the weights that it was sent, because it was restarted."""
 
 
-def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
+def require_http_client() -> None:
+    """Return if the package for HTTP is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    if find_spec("httpx") is None:
+        raise UserError("rollout.kind: inference servers need httpx, which is not installed; pip install 'glm46[rl]'")
+
+
+async def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
     """POST `body` as JSON, or GET without one, and return the JSON reply; None if it is empty.
 
     Args:
         url: base URL such as ``http://host:8000``.
-        seconds: time until the last byte of the reply, however slowly the server sends. If the host has several
-            addresses, each has this time for the connection.
+        seconds: time until the last byte of the reply, however slowly the server sends.
 
     Raises:
         RefusedError: the reply is 4xx.
         StatusError: it is 5xx.
         CallError: no connection, no complete reply in time, or a reply that is not JSON.
     """
-    content = exchange(url, path, body, seconds=seconds)
+    content = await exchange(url, path, body, seconds=seconds)
     try:
         return json.loads(content) if content else None
     except ValueError:
         raise CallError(f"{path}: the reply is not JSON: {content[:80]!r}") from None
 
 
-class _Timed(io.RawIOBase):
-    """Reads bytes from a socket until a deadline."""
-
-    def __init__(self, sock: socket.socket, end: float):
-        self._sock = sock
-        self._raw = sock.makefile("rb", buffering=0)
-        self._end = end
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        if (remaining := self._end - time.monotonic()) <= 0:
-            raise TimeoutError
-        self._sock.settimeout(remaining)
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _Reply(http.client.HTTPResponse):
-    """A reply whose status line, headers and body must arrive before a deadline."""
-
-    def __init__(self, end: float, sock: socket.socket, **options: Any):
-        super().__init__(sock, **options)
-        self.fp.close()
-        self.fp = io.BufferedReader(_Timed(sock, end))
-
-
-def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
+async def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
     """Return the bytes of the reply; arguments and errors are those of `call`."""
-    parts = urlsplit(url)
-    end = time.monotonic() + seconds
-    scheme = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection: Any = scheme(parts.hostname or "", parts.port, timeout=seconds)
-    connection.response_class = partial(_Reply, end)
+    # Five times faster than json, which would block the loop longer.
+    content = None if body is None else to_json(body)
+    method = "GET" if body is None else "POST"
     try:
-        connection.connect()
-        connection.sock.settimeout(max(end - time.monotonic(), 1e-3))
-        content = (
-            None if body is None else to_json(body)
-        )  # five times faster than json, which would block other threads
-        connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        blocks = []
-        while block := reply.read1(1 << 20):
-            blocks.append(block)
-        if reply.length:  # read1 does not detect a reply that ends early
-            raise http.client.IncompleteRead(b"", reply.length)
+        # A client for each call: a shared one searches all its open connections at each call. It reads no proxy and no
+        # password from the environment, and follows no redirect.
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(verify=_tls(), trust_env=False, follow_redirects=False, timeout=None) as client,
+            client.stream(method, url + path, content=content, headers=_HEADERS) as reply,
+        ):
+            # Raw: whatever the reply declares, it is not decompressed.
+            received = b"".join([block async for block in reply.aiter_raw()])
     except TimeoutError:
         raise CallError(f"{path}: no complete reply within {seconds:g} s") from None
-    except (OSError, http.client.HTTPException) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise CallError(_reason(path, error)) from None
-    finally:
-        connection.close()
-    content = b"".join(blocks)
-    if reply.status >= 400:
-        kind = RefusedError if reply.status < 500 else StatusError
-        raise kind(f"{path} answered {reply.status}: {content[:_LONGEST_REASON].decode(errors='replace')}")
-    return content
+    if reply.status_code >= 400:
+        kind = RefusedError if reply.status_code < 500 else StatusError
+        raise kind(f"{path} answered {reply.status_code}: {received[:_MAX_REASON].decode(errors='replace')}")
+    return received
 
 
-def _reason(path: str, error: OSError | http.client.HTTPException) -> str:
+@cache
+def _tls() -> ssl.SSLContext:
+    """Trust the certificates of the system, as Python's own clients do."""
+    return ssl.create_default_context()
+
+
+def _reason(path: str, error: Exception) -> str:
     """Return the message for a call without a reply."""
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused"  # nothing listens there, whatever the path
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused"  # nothing listens there, whatever the path
+        errors = getattr(cause, "exceptions", ())  # a group, for a host with several addresses
+        cause = errors[0] if errors else cause.__cause__ or cause.__context__
     return f"{path}: {type(error).__name__}: {error}"
 
 
-def in_thread(work: Callable[[], _Result], *expected: type[Exception]) -> Future[_Result]:
-    """Run work in a daemon thread, which does not block the exit of the process. Errors other than `CallError` and
-    ``expected`` are bugs: their traceback is printed."""
-    future: Future[_Result] = Future()
-
-    def run() -> None:
-        error: Exception = CallError("the client failed; see the traceback above")
-        try:
-            future.set_result(work())
-        except Exception as raised:
-            if not isinstance(raised, (CallError, *expected)):
-                raise
-            error = raised
-        finally:
-            if not future.done():
-                future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+async def guarded(work: Awaitable[_Result]) -> _Result:
+    """Return the result of a call. Errors other than `CallError` are bugs of this client: their traceback is printed,
+    because the message about the server does not explain them."""
+    try:
+        return await work
+    except CallError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise CallError("the client failed; see the traceback above") from None

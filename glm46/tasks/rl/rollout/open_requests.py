@@ -1,21 +1,24 @@
 """Requests that servers answer as they arrive, across server failures, halts and weight updates."""
 
+import asyncio
 import math
-import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, in_thread
+from glm46.tasks.rl.rollout.event_loop import all_results
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, guarded
 from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, rest
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
+from glm46.tasks.rl.rollout.served_policy import EngineError
+from glm46.tasks.rl.rollout.server import MAX_FAILURES, Server
+from glm46.tasks.rl.rollout.servers import Servers
 
 _GRACE_SECONDS = 15.0  # to return the partial completion of an aborted request
 _TICK_SECONDS = 0.2
@@ -27,12 +30,12 @@ class OpenRequest:
 
     request: Request
     done: Callable[[Completion], object] = lambda completion: None
-    """Called with the completion in a thread of the engine, even if it was aborted at its deadline."""
+    """Called with the completion in the thread of the servers' loop, even if it was aborted at its deadline."""
     generated: Completion = NOTHING
     """Tokens generated until the last halt."""
-    failed_on: list[ServerState] = field(default_factory=list)
+    failed_on: list[Server] = field(default_factory=list)
     """Servers that failed since the last halt."""
-    state: ServerState = field(init=False)
+    server: Server = field(init=False)
     """Server of a running request."""
     abort_at: float = field(init=False)
 
@@ -47,8 +50,9 @@ class Requests(Protocol):
         """End a request without an answer."""
 
 
-Inbox = queue.SimpleQueue[tuple[str, Future[Completion] | list[OpenRequest] | OpenRequest]]
-"""Finished calls with the name of their request; with an empty name, requests to answer or one to drop."""
+Event: TypeAlias = Callable[[], Awaitable[None]]
+"""What a request, a halt or the end of a call changes."""
+Inbox: TypeAlias = asyncio.Queue[Event]
 
 
 class OpenRequests:
@@ -56,23 +60,23 @@ class OpenRequests:
     the prompt once. A failed request is sent again, to another server if possible. After its deadline a request is
     aborted and keeps the tokens so far.
 
-    Methods may be called from any thread, `start` and `halt` from one at a time. Each HTTP call has a daemon thread, so
-    that a server that hangs does not block the exit of the process.
+    `ask` and `drop` may be called from any thread, `start` and `halt` from one at a time. Coroutines run in the loop of
+    the servers, which handles one event after another.
 
     Args:
         goes_on: requests continue where a halt stopped them; their samples then differ from a run without the halt.
             Otherwise they are generated again, so that the same weights give the same samples.
     """
 
-    def __init__(self, pool: ServerPool, rules: SamplingRules, *, goes_on: bool = True):
-        self._pool = pool
+    def __init__(self, servers: Servers, rules: SamplingRules, *, goes_on: bool = True):
+        self._servers = servers
         self._rules = rules
         self.goes_on = goes_on
         self._open: dict[OpenRequest, None] = {}
         self._lock = threading.Lock()
-        self._halt = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._is_halting = False
+        self._working: Future[None] | None = None
+        self._inbox: Inbox = asyncio.Queue()
         self.error: BaseException | None = None
         """Error that stopped the generation."""
         self.failed: Callable[[], None] = lambda: None
@@ -82,49 +86,46 @@ class OpenRequests:
         """See `Requests.ask`; requests wait during a halt."""
         with self._lock:
             self._open |= dict.fromkeys(asked)
-            if self._thread is not None:
-                self._inbox.put(("", list(asked)))
+            if self._working is not None:
+                self._post(partial(self._enqueue, list(asked)))
 
     def drop(self, asked: OpenRequest) -> None:
         """See `Requests.drop`."""
         with self._lock:
             is_open = self._open.pop(asked, self) is None
-            if is_open and self._thread is not None:
-                self._inbox.put(("", asked))
+            if is_open and self._working is not None:
+                self._post(partial(self._forget, asked))
+
+    def _post(self, event: Event) -> None:
+        self._servers.loop.call(self._inbox.put_nowait, event)
 
     def start(self) -> None:
         """Start generating with the current weights of the servers."""
-
-        def work() -> None:
-            try:
-                self.run(asked, stays=True)
-            except BaseException as error:
-                self.error = error
-                self.failed()
-                if not isinstance(error, Exception):
-                    raise
-
         with self._lock:
-            if self._thread is not None:
-                return
-            asked = list(self._open)
-            self._halt.clear()
-            self._inbox = queue.SimpleQueue()
-            self._thread = threading.Thread(target=work, daemon=True)
-            self._thread.start()
+            if self._working is None:
+                self._is_halting = False
+                self._inbox = asyncio.Queue()
+                self._working = self._servers.loop.begin(self._work(list(self._open)))
+
+    async def _work(self, asked: Sequence[OpenRequest]) -> None:
+        try:
+            await self.run(asked, stays=True)
+        except Exception as error:
+            self.error = error
+            self.failed()
 
     def halt(self) -> bool:
         """End all calls and keep their tokens, within the deadlines of the servers. Return True if it was running."""
-        if self._thread is None:
+        if self._working is None:
             return False
-        self._halt.set()
-        self._inbox.put(("", []))
-        self._thread.join()
+        self._is_halting = True
+        self._post(partial(self._enqueue, []))
+        self._working.result()
         with self._lock:
-            self._thread = None
+            self._working = None
         return True
 
-    def run(self, asked: Sequence[OpenRequest], *, stays: bool) -> None:
+    async def run(self, asked: Sequence[OpenRequest], *, stays: bool) -> None:
         """Answer requests; with ``stays`` also those that arrive until a halt.
 
         Raises:
@@ -133,116 +134,142 @@ class OpenRequests:
         """
         self._waiting = deque[list[OpenRequest]]()
         self._sent: dict[str, OpenRequest] = {}
+        self._calls: dict[str, asyncio.Task[Completion]] = {}
         self._halted_at = math.inf
-        self._look_at = 0.0
+        self._next_look = 0.0
         try:
-            self._pool.join_again()
+            await self._servers.join_again()
             for pending in asked:
                 pending.failed_on.clear()  # servers may have recovered, or have new weights
-            self._waiting += _by_prompt(asked)
+            await self._enqueue(asked)
             while self._waiting or self._sent or (stays and self._halted_at == math.inf):
-                if self._halt.is_set():
+                if self._is_halting:
                     self._end_early()
                 else:
-                    self._send()
-                self._abort_overdue()
+                    await self._send()
+                await self._abort_overdue()
                 if not self._sent and (self._waiting or self._halted_at < math.inf):
                     continue
-                with suppress(queue.Empty):
-                    name, outcome = self._inbox.get(timeout=_TICK_SECONDS)
-                    if isinstance(outcome, list):
-                        self._waiting += _by_prompt(outcome)
-                    elif isinstance(outcome, OpenRequest):
-                        self._forget(outcome)
-                    elif name in self._sent:  # otherwise its server was lost in the meantime
-                        self._take(name, outcome)
+                if (event := await self._next_event()) is not None:
+                    await event()
         finally:
-            self._pool.abort_all()  # requests are still running only after an error
+            await self._servers.abort_all()  # requests are still running only after an error
+            for call in self._calls.values():
+                call.cancel()
 
-    def _forget(self, dropped: OpenRequest) -> None:
+    async def _next_event(self) -> Event | None:
+        """Wait for an event; return None after a tick, when it is time to look at deadlines."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TICK_SECONDS):
+                return await self._inbox.get()
+        return None
+
+    async def _enqueue(self, asked: Iterable[OpenRequest]) -> None:
+        groups: dict[tuple[int, ...], list[OpenRequest]] = defaultdict(list)
+        for pending in asked:
+            groups[(*pending.request.prompt, *pending.generated.tokens)].append(pending)
+        self._waiting += groups.values()
+
+    async def _forget(self, dropped: OpenRequest) -> None:
         """Abort a request, or remove it before it is sent."""
-        self._abort_now([dropped])
+        self._abort_soon([dropped])
         groups = ([pending for pending in group if pending is not dropped] for group in self._waiting)
         self._waiting = deque(group for group in groups if group)
 
-    def _abort_now(self, requests: Iterable[OpenRequest]) -> None:
-        self._look_at = 0.0
+    def _abort_soon(self, requests: Iterable[OpenRequest]) -> None:
+        self._next_look = 0.0
         for pending in requests:
             pending.abort_at = 0.0
 
-    def _send(self) -> None:
+    async def _send(self) -> None:
         """Send groups while servers have room."""
         while self._waiting:
-            ready = self._pool.ready()
+            ready = await self._servers.ready()
             group = self._waiting[0]
-            fresh = [state for state in ready if state not in group[0].failed_on] or ready
-            state = min(fresh, key=lambda state: len(state.running))
-            if state.running and len(state.running) + len(group) > self._pool.most_running:
+            untried = [server for server in ready if server not in group[0].failed_on] or ready
+            server = min(untried, key=lambda server: len(server.running))
+            if server.running and len(server.running) + len(group) > self._servers.max_running:
                 return
             for pending in self._waiting.popleft():
-                self._begin(pending, state)
+                self._begin(pending, server)
 
-    def _begin(self, pending: OpenRequest, state: ServerState) -> None:
-        name = self._pool.new_name()
-        deadline = self._pool.deadline
-        salt = f"{name.partition('-')[0]}-{self._pool.version}"
-        call = (rest(pending.request, pending.generated), self._rules, salt, deadline + _GRACE_SECONDS)
-        state.running.add(name)
-        pending.state = state
+    def _begin(self, pending: OpenRequest, server: Server) -> None:
+        name = self._servers.new_name()
+        deadline = self._servers.deadline
+        server.running.add(name)
+        pending.server = server
         pending.abort_at = time.monotonic() + deadline
-        self._sent[name], inbox = pending, self._inbox
-        in_thread(lambda: state.server.generate(name, *call)).add_done_callback(lambda done: inbox.put((name, done)))
+        self._sent[name] = pending
+        request = rest(pending.request, pending.generated)
+        generation = server.generate(name, request, self._rules, self._servers.salt, deadline + _GRACE_SECONDS)
+        self._calls[name] = asyncio.create_task(self._call(name, generation, self._inbox))
+
+    async def _call(self, name: str, generation: Awaitable[Completion], inbox: Inbox) -> None:
+        outcome: Completion | CallError
+        try:
+            outcome = await guarded(generation)
+        except CallError as error:
+            outcome = error
+        self._calls.pop(name, None)
+        inbox.put_nowait(partial(self._take, name, outcome))
 
     def _end_early(self) -> None:
         """Drop unsent requests and abort running ones; after the grace time, drop those without a reply."""
         if self._halted_at == math.inf:
             self._halted_at = time.monotonic()
-            self._abort_now(self._sent.values())
+            self._abort_soon(self._sent.values())
         self._waiting.clear()
         if time.monotonic() > self._halted_at + _GRACE_SECONDS:
             for name, pending in self._sent.items():
-                pending.state.running.discard(name)
+                pending.server.running.discard(name)
             self._sent.clear()
 
-    def _abort_overdue(self) -> None:
+    async def _abort_overdue(self) -> None:
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_look:
             return
-        self._look_at = now + _TICK_SECONDS
-        overdue: dict[ServerState, list[str]] = defaultdict(list)
+        self._next_look = now + _TICK_SECONDS
+        overdue: dict[Server, list[str]] = defaultdict(list)
         for name, pending in self._sent.items():
             if now > pending.abort_at:
-                overdue[pending.state].append(name)
-        for state, names in overdue.items():
-            for name in names:
-                self._sent[name].abort_at = math.inf
-            try:
-                state.server.abort(names)
-            except CallError as error:
-                self._lose(state, str(error))
+                overdue[pending.server].append(name)
+                pending.abort_at = math.inf
 
-    def _take(self, name: str, call: Future[Completion]) -> None:
-        pending = self._sent.pop(name)
-        state = pending.state
+        async def abort(server: Server, names: Sequence[str]) -> None:
+            try:
+                await server.abort(names)
+            except CallError as error:
+                self._lose(server, str(error))
+
+        await all_results(abort(server, names) for server, names in overdue.items())
+
+    async def _take(self, name: str, outcome: Completion | CallError) -> None:
+        """Deliver the completion of a call, or send its request again."""
+        pending = self._sent.pop(name, None)
+        if pending is None:  # its server was lost in the meantime
+            return
+        server = pending.server
         was_told = not time.monotonic() < pending.abort_at < math.inf
-        state.running.discard(name)
-        if (outcome := call.exception() or _fault(call.result(), self._pool.version, was_told=was_told)) is None:
-            state.failures = 0
-            self._end(pending, call.result())
+        server.running.discard(name)
+        error = outcome if isinstance(outcome, CallError) else _fault(outcome, self._servers.version, was_told=was_told)
+        if error is None:
+            assert isinstance(outcome, Completion)
+            server.failures = 0
+            self._end(pending, outcome)
             return
-        if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
-            raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
+        if isinstance(error, RefusedError) and await self._servers.ready() == [server]:
+            raise UserError(f"rollout.urls: {server.url} refuses a request: {error}")
         self._waiting.appendleft([pending])
-        if isinstance(outcome, (RefusedError, ForgottenError)):
-            self._lose(state, str(outcome))
+        if isinstance(error, (RefusedError, ForgottenError)):
+            self._lose(server, str(error))
             return
-        pending.failed_on.append(state)
-        if (reason := state.fault_behind(outcome)) is not None:
-            self._lose(state, reason)
-        if len(pending.failed_on) >= MOST_FAILURES:
+        pending.failed_on.append(server)
+        if (reason := await server.fault_after(error)) is not None:
+            self._lose(server, reason)
+        if len(pending.failed_on) >= MAX_FAILURES:
             raise EngineError(
-                f"rollout.urls: a request failed {MOST_FAILURES} times, the last time on {state.server.url}: "
-                f"{outcome}. Look into the servers' logs, then start this run "
+                f"rollout.urls: a request failed {MAX_FAILURES} times, the last time on {server.url}: "
+                f"{error}. Look into the servers' logs, then start this run "
                 "again: it goes on from its last checkpoint"
             )
 
@@ -260,18 +287,14 @@ class OpenRequests:
             pending.generated = pending.generated.extended([], completion)
             pending.done(pending.generated)
 
-    def _lose(self, state: ServerState, reason: str) -> None:
+    def _lose(self, server: Server, reason: str) -> None:
         """Exclude a server, and send its requests to others."""
-        self._pool.lose(state, reason)
-        self._waiting.extendleft([self._sent.pop(name)] for name in state.running if name in self._sent)
-        state.running.clear()
-
-
-def _by_prompt(asked: Iterable[OpenRequest]) -> Iterable[list[OpenRequest]]:
-    groups: dict[tuple[int, ...], list[OpenRequest]] = defaultdict(list)
-    for pending in asked:
-        groups[(*pending.request.prompt, *pending.generated.tokens)].append(pending)
-    return groups.values()
+        self._servers.lose(server, reason)
+        for name in server.running & self._sent.keys():
+            self._waiting.appendleft([self._sent.pop(name)])
+            if (call := self._calls.pop(name, None)) is not None:
+                call.cancel()
+        server.running.clear()
 
 
 def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError | None:
@@ -284,10 +307,10 @@ def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError
     return None
 
 
-def answers(pool: ServerPool, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
+async def answers(servers: Servers, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
     """Return completions in the order of the requests. Raises the errors of `OpenRequests.run`."""
     pending = [OpenRequest(request) for request in requests]
-    answered = OpenRequests(pool, rules)
+    answered = OpenRequests(servers, rules)
     answered.ask(pending)
-    answered.run(pending, stays=False)
+    await answered.run(pending, stays=False)
     return [request.generated for request in pending]

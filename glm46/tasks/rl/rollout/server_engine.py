@@ -1,8 +1,8 @@
 """The engine of inference servers, which load weights from a disk or receive them by broadcast."""
 
+import asyncio
 import shutil
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from glm46.files.standard_output import LineWriter, print_line
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
-from glm46.tasks.rl.rollout.inference_server import InferenceServer
+from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
 from glm46.tasks.rl.rollout.records import (
     Completion,
@@ -27,8 +27,9 @@ from glm46.tasks.rl.rollout.records import (
     unpack,
     unpack_groups,
 )
-from glm46.tasks.rl.rollout.server_pool import LaunchedServers, ServerPool
-from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServedPolicy, ServerState, Weights
+from glm46.tasks.rl.rollout.served_policy import CHANGED, EngineError, ServedPolicy, Weights
+from glm46.tasks.rl.rollout.server import Server
+from glm46.tasks.rl.rollout.servers import Servers
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
@@ -36,12 +37,13 @@ from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
 VERSION_FILE = "version.json"
 """File in a folder of weights with their version, and length and SHA-256 of each file."""
 
-_HASHED_AT_ONCE = 8
 _RESTART_SECONDS = 300.0  # time for a server with a large model to start, when no server is left
 _PROBES = 4
+"""Prompts of the probe."""
 _FIRST = 8
-_LONGEST = 256
-"""Prompts of the probe, completions that check a server after it joins, and maximum tokens of each."""
+"""Completions that check a server after it joins."""
+_MAX_CHECKED_TOKENS = 256
+"""Maximum tokens of each prompt of the probe, and of each of these completions."""
 
 
 class ServerEngine:
@@ -73,24 +75,23 @@ class ServerEngine:
         self._folder = Path(config.weights_folder or folder)
         self._policy = policy
         self._say = say
-        self._probe = [tokens[:_LONGEST] for tokens in prompts if len(tokens) > 1][:_PROBES]
+        self._probe = [tokens[:_MAX_CHECKED_TOKENS] for tokens in prompts if len(tokens) > 1][:_PROBES]
         spread = prompts[:: max(len(prompts) // _FIRST, 1)]
-        length = min(config.max_new_tokens, _LONGEST)
+        length = min(config.max_new_tokens, _MAX_CHECKED_TOKENS)
         self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
         self._rules = rules
         self._has_generated = False
         self._goes_on = False
-        servers: list[InferenceServer] = [
+        servers: list[Server] = [
             VllmServer(url, padding) if config.kind == "vllm" else SglangServer(url, padding, routed)
             for url in config.urls
         ]
-        self._launches = bool(config.launch)
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
-        self._pool = ServerPool(
+        self._servers = Servers(
             servers,
             rules=rules,
-            longest=max(map(len, prompts)) + config.max_new_tokens,
-            most_running=config.samples_at_once,
+            max_tokens=max(map(len, prompts)) + config.max_new_tokens,
+            max_running=config.samples_at_once,
             deadline=config.deadline_seconds,
             restart=_RESTART_SECONDS,
             say=say,
@@ -102,10 +103,11 @@ class ServerEngine:
         self._newest = base
         self._is_fp8 = config.weights_dtype is not None
         self._broadcasts = config.weights == "broadcast"
+        self._launches = bool(config.launch)
         self._groups: Sequence[WeightGroup] = ()
         self._request = CollectiveRequest(self._broadcast)
         self._version = -1
-        self._new: dict[ServerState, list[Completion]] = {}
+        self._new: dict[Server, list[Completion]] = {}
         """First completions of servers that joined; on rank 0."""
 
     def generate_ahead(self, folder: Path, begin: Begin = begin_samples, *, goes_on: bool) -> None:
@@ -118,7 +120,7 @@ class ServerEngine:
         """
         self._goes_on = goes_on
         if dist.get_rank() == 0:
-            requests = OpenRequests(self._pool, self._rules, goes_on=goes_on)
+            requests = OpenRequests(self._servers, self._rules, goes_on=goes_on)
             self._background = BackgroundGeneration(requests, folder, begin, self._say)
 
     @property
@@ -135,14 +137,15 @@ class ServerEngine:
             self._ready()
 
         def wait() -> bytes:
-            self._pool.send = None if self._goes_on else self._send  # the policy may be newer than the servers' weights
+            # While samples continue, the policy may be newer than the servers' weights.
+            self._servers.send = None if self._goes_on else self._send
             try:
                 self.background.start()
                 groups = self.background.take(count, due, is_stopped, waits=waits)
             finally:
                 if not self._goes_on:
                     self.background.halt()  # it may need the weights until then
-                self._pool.send = None
+                self._servers.send = None
             return b"" if groups is None else pack_groups(groups)
 
         content = run_on_first_rank(wait, self._request)
@@ -153,7 +156,7 @@ class ServerEngine:
         self._ready()
 
         def run() -> bytes:
-            requests = OpenRequests(self._pool, rules)
+            requests = OpenRequests(self._servers, rules)
             requests.start()
             try:
                 return work(requests)
@@ -168,20 +171,20 @@ class ServerEngine:
 
         def alone() -> bytes:
             is_generating = self._background is not None and self._background.halt()
-            self._pool.send = self._send
+            self._servers.send = self._send
             try:
                 result = work()
             finally:
-                self._pool.send = None
+                self._servers.send = None
             if is_generating:
                 self.background.start()
             return result
 
         return run_on_first_rank(alone, self._request)
 
-    def _send(self, groups: Sequence[WeightGroup]) -> None:
+    async def _send(self, groups: Sequence[WeightGroup]) -> None:
         self._groups = groups
-        self._request.ask()
+        await asyncio.wrap_future(self._request.ask())
 
     def _broadcast(self) -> None:
         """Send the policy of the last update to the servers that have joined groups. Collective."""
@@ -195,22 +198,23 @@ class ServerEngine:
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate` and `OpenRequests`."""
         self._ready()
-        return unpack(self._run(lambda: pack(answers(self._pool, requests, rules))))
+        loop = self._servers.loop
+        return unpack(self._run(lambda: pack(loop.run(answers(self._servers, requests, rules)))))
 
     def _ready(self) -> None:
         """Let lost servers join again, and check what they generate. Collective."""
         if dist.get_rank() == 0 and self._newest is not None:
             self._launched.ensure(self._newest)
 
-        def join() -> bytes:
-            self._pool.join_again()
-            return self._first_samples()
+        async def join() -> bytes:
+            await self._servers.join_again()
+            return await self._first_samples()
 
-        self._check_new(self._run(join))
+        self._check_new(self._run(lambda: self._servers.loop.run(join())))
 
-    def _first_samples(self) -> bytes:
+    async def _first_samples(self) -> bytes:
         """Generate and pack the first completions of servers that joined; on rank 0."""
-        self._new = self._pool.first_samples(self._first, at_start=not self._has_generated)
+        self._new = await self._servers.first_samples(self._first, at_start=not self._has_generated)
         return pack([completion for completions in self._new.values() for completion in completions])
 
     def _check_new(self, first_samples: bytes) -> None:
@@ -222,7 +226,7 @@ class ServerEngine:
             EngineError: a server differs at the start of the run. Later such a server is excluded.
         """
         completions = unpack(first_samples)
-        states = list(self._new)
+        servers = list(self._new)
         prompts = [request.prompt for request in self._first]
         for number, start in enumerate(range(0, len(completions), _FIRST)):
             generated = list(zip(prompts, completions[start : start + _FIRST], strict=True))
@@ -230,12 +234,12 @@ class ServerEngine:
             if not is_right and not self._has_generated:
                 raise EngineError(
                     *on_first_rank(
-                        f"rollout.urls: {states[number].server.url if states else ''}: {report}; start it with the "
+                        f"rollout.urls: {servers[number].url if servers else ''}: {report}; start it with the "
                         "options of docs/rollout_servers.md, and in the type of training.mixed_precision_param"
                     )
                 )
-            if states:
-                self._pool.judge(states[number], report, is_right=is_right)
+            if servers:
+                self._servers.judge(servers[number], report, is_right=is_right)
         self._has_generated |= bool(completions)
 
     def update(self, version: int) -> None:
@@ -271,21 +275,20 @@ class ServerEngine:
             self._launched.ensure(self._newest)
         expected, _ = self._policy.score(self._probe, 1.0)
 
-        def load() -> bytes:
+        async def load() -> bytes:
             if folder is not None:
-                _write_manifest(folder, version)
-            self._pool.update(Weights(version, folder, self._probe, expected, self._is_fp8))
+                await _write_manifest(folder, version)
+            await self._servers.update(Weights(version, folder, self._probe, expected, self._is_fp8))
             if folder is not None:
                 # A restarted server first needs the folder that it was started with, then the newest one.
-                self._remove(but={folder, *map(self._launched.folder_of, self._pool.awaited)})
-            return b"" if version == CHANGED else self._first_samples()
+                self._remove(but={folder, *map(self._launched.folder_of, self._servers.awaited)})
+            return b"" if version == CHANGED else await self._first_samples()
 
-        return self._run(load)
+        return self._run(lambda: self._servers.loop.run(load()))
 
     def _export(self, path: Path) -> None:
-        if (
-            dist.get_rank() == 0 and path.exists()
-        ):  # from a killed run; remove it before export, which begins with a collective
+        # From a killed run. Removed before the export, which begins with a collective.
+        if dist.get_rank() == 0 and path.exists():
             shutil.rmtree(path)
         self._policy.export(path)
 
@@ -295,10 +298,10 @@ class ServerEngine:
             if dist.get_rank() == 0:
                 ends.callback(self._remove)
             ends.callback(self._launched.stop)
+            ends.callback(self._servers.loop.stop)
             if self._background is not None:
-                ends.callback(
-                    self._background.keep, (), before=0
-                )  # late results of functions and programs are not written
+                # Late results of functions and programs are not written.
+                ends.callback(self._background.keep, (), before=0)
                 self._background.halt()
 
     def _remove(self, *, but: Set[Path | None] = frozenset()) -> None:
@@ -307,11 +310,10 @@ class ServerEngine:
                 shutil.rmtree(folder)
 
 
-def _write_manifest(path: Path, version: int) -> None:
+async def _write_manifest(path: Path, version: int) -> None:
     """Write the `VERSION_FILE` of a folder of weights."""
     names = sorted(path.iterdir())
-    with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
-        records = list(threads.map(hash_file, names))
+    records = await asyncio.gather(*(asyncio.to_thread(hash_file, name) for name in names))
     files = {name.name: vars(record) for name, record in zip(names, records, strict=True)}
     create_durably(path / VERSION_FILE, [json_bytes({"version": version, "files": files})])
     sync_folder(path)

@@ -1,6 +1,7 @@
 """Client of SGLang 0.5.23's native API. Requests and replies are compared with the classes of its wheel. The client was
 run only against a stub made from these classes, because there is no published CPU build of SGLang."""
 
+import asyncio
 import base64
 import json
 import time
@@ -18,16 +19,18 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG
-from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, in_thread
-from glm46.tasks.rl.rollout.inference_server import ADAPTER, QUICK_SECONDS, InferenceServer, version_of
-from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.event_loop import blocking, in_thread
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, guarded
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, token_versions
+from glm46.tasks.rl.rollout.replies import version_of
+from glm46.tasks.rl.rollout.server import ADAPTER, QUICK_SECONDS, Server
 from glm46.tasks.rl.rollout.weight_group import DEVICES, TICK_SECONDS, WeightGroup, first_sentence
 
 _RELEASE = "0.5.23"
 
 
-class SglangServer(InferenceServer):
-    """See `InferenceServer`."""
+class SglangServer(Server):
+    """See `Server`."""
 
     # Not /health: it generates a token, which a paused server cannot.
     _health = "/server_info"
@@ -36,9 +39,9 @@ class SglangServer(InferenceServer):
     _checksum: tuple[int, str] | None = None
     """Version and checksum of the last broadcast."""
 
-    def check(self, *, routes: bool) -> None:
-        """See `InferenceServer.check`."""
-        facts = self._facts = call(self.url, "/server_info", seconds=QUICK_SECONDS)
+    async def check(self, *, routes: bool) -> None:
+        """See `Server.check`."""
+        facts = self._facts = await call(self.url, "/server_info", seconds=QUICK_SECONDS)
         if routes and not facts["enable_return_routed_experts"]:
             raise UserError(
                 f"rollout.urls: {self.url}: does not return the experts that it chose; start it with "
@@ -56,9 +59,9 @@ class SglangServer(InferenceServer):
                 "resumed run has others"
             )
 
-    def _generated(
+    async def _generated(
         self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
-    ) -> tuple[list[int], list[float], str, list[tuple[int, int]], np.ndarray | None]:
+    ) -> Completion:
         sampling = {
             "max_new_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
@@ -72,15 +75,17 @@ class SglangServer(InferenceServer):
         }
         body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "cache_salt": salt}
         options = {"return_routed_experts": True, "routed_experts_start_len": request.known} if rules.routes else {}
-        meta = self._ask(body | options | {"return_logprob": True}, seconds)["meta_info"]
+        reply = await self._request_tokens(body | options | {"return_logprob": True}, seconds)
+        meta = reply["meta_info"]
         generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
-        spans = meta["weight_versions"] if generated else ()  # requests aborted in the queue have no versions
-        versions = [(span["start"], version_of(span["version"])) for span in spans]
+        reported = meta["weight_versions"] if generated else ()  # requests aborted in the queue have no versions
+        spans = [(span["start"], version_of(span["version"])) for span in reported]
         fed = len(request.prompt) + len(generated) - 1
         routes = self._routes(meta, fed, request.known) if rules.routes else None
         logprobs = [value for value, _ in generated]
         tokens = [token for _, token in generated]
-        return tokens, logprobs, meta["finish_reason"]["type"], versions, routes
+        versions = token_versions(spans, len(tokens))
+        return Completion(tokens, logprobs, meta["finish_reason"]["type"], versions, routes)
 
     def _routes(self, meta: dict[str, Any], fed: int, skipped: int) -> np.ndarray | None:
         """Return the experts of the input tokens in the layers with experts; the known tokens get arbitrary ones."""
@@ -93,69 +98,73 @@ class SglangServer(InferenceServer):
             raise ValueError(f"experts {experts.shape}, from {experts.min()} on, in {layers} layers")
         return np.pad(experts, ((skipped, 0), (0, 0), (0, 0))).astype(np.uint8 if experts.max() < 256 else np.uint16)
 
-    def abort(self, names: Sequence[str]) -> None:
-        """See `InferenceServer.abort`."""
+    async def abort(self, names: Sequence[str]) -> None:
+        """See `Server.abort`."""
         for name in names:
-            call(self.url, "/abort_request", {"rid": name}, seconds=QUICK_SECONDS)
+            await call(self.url, "/abort_request", {"rid": name}, seconds=QUICK_SECONDS)
 
-    def load(self, folder: Path, version: int, seconds: float) -> None:
-        """See `InferenceServer.load`."""
+    async def load(self, folder: Path, version: int, seconds: float) -> None:
+        """See `Server.load`."""
         path = str(folder.absolute())
         if (folder / CONFIG).is_file():
             self._require_room_for_adapter(json.loads((folder / CONFIG).read_text())["r"])
-            call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
-            self._unload_adapters("/unload_lora_adapter")  # returns after the adapter's requests end
-            self._pause()
+            await call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
+            await self._unload_adapters("/unload_lora_adapter")  # returns after the adapter's requests end
+            await self._pause()
             self._adapter = {"lora_path": f"{ADAPTER}{version}"}
             body = {"lora_name": self._adapter["lora_path"], "lora_path": path}
-            self._change("/load_lora_adapter", body, seconds)
+            await self._change("/load_lora_adapter", body, seconds)
         else:
-            self._pause()
-            self._change("/update_weights_from_disk", {"model_path": path}, seconds)
-        self._resume(version)
+            await self._pause()
+            await self._change("/update_weights_from_disk", {"model_path": path}, seconds)
+        await self._resume(version)
 
-    def join(self, version: int, seconds: float) -> WeightGroup:
-        """See `InferenceServer.join`."""
+    async def join(self, version: int, seconds: float) -> WeightGroup:
+        """See `Server.join`."""
         for fact, option in {"dp_size": "--dp-size", "pp_size": "--pp-size"}.items():
             if self._facts[fact] > 1:
                 raise UserError(
                     f'rollout.weights = "broadcast": {self.url} has {option} {self._facts[fact]}, which its own call '
                     'refuses; start it with --tp-size and --attn-dp-size, or set rollout.weights = "disk"'
                 )
-        self._pause()
-        group = SglangGroup(self.url, self._facts["tp_size"], self._group_backend, seconds)
-        group.meet()
+        await self._pause()
+        workers = self._facts["tp_size"]
+        backend = self._group_backend
+        loop = asyncio.get_running_loop()
+        group = await blocking(lambda: SglangGroup(self.url, workers, backend, seconds, loop))
+        await blocking(group.meet)
         return group
 
-    def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
-        """See `InferenceServer.receive`."""
-        group.result(seconds)
-        checksum = self._change("/weights_checker", {"action": "checksum"}, seconds)["per_engine_checksum"]
+    async def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
+        """See `Server.receive`."""
+        await blocking(lambda: group.result(seconds))
+        reply = await self._change("/weights_checker", {"action": "checksum"}, seconds)
+        checksum = reply["per_engine_checksum"]
         before = self._checksum
         self._checksum = (version, checksum)
         if before is not None and before[0] == version and before != self._checksum:
             raise CallError(f"its weights have other bits than when it loaded version {version} before")
-        self._resume(version)
+        await self._resume(version)
 
-    def _pause(self) -> None:
-        call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
-        call(self.url, "/pause_generation", {"mode": "retract"}, seconds=QUICK_SECONDS)
-        call(self.url, "/flush_cache", seconds=QUICK_SECONDS)
+    async def _pause(self) -> None:
+        await call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
+        await call(self.url, "/pause_generation", {"mode": "retract"}, seconds=QUICK_SECONDS)
+        await call(self.url, "/flush_cache", seconds=QUICK_SECONDS)
 
-    def _change(self, path: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def _change(self, path: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the reply of a call whose reply reports success; raise CallError otherwise."""
         try:
-            reply = call(self.url, path, body, seconds=seconds)
+            reply = await call(self.url, path, body, seconds=seconds)
         except RefusedError as error:  # RefusedError is only for requests for tokens
             raise CallError(str(error)) from None
         if not isinstance(reply, dict) or not reply.get("success"):
             raise CallError(f"{path}: {reply}")
         return reply
 
-    def _resume(self, version: int) -> None:
+    async def _resume(self, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}
-        self._change("/update_weight_version", body, QUICK_SECONDS)
-        call(self.url, "/continue_generation", {}, seconds=QUICK_SECONDS)
+        await self._change("/update_weight_version", body, QUICK_SECONDS)
+        await call(self.url, "/continue_generation", {}, seconds=QUICK_SECONDS)
 
     def _require_room_for_adapter(self, rank: int) -> None:
         """Compare the rank of adapters with the options of the server; SGLang itself refuses their targets."""
@@ -165,16 +174,16 @@ class SglangServer(InferenceServer):
                 f"these have {rank}; start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
             )
 
-    def _score_prompt(self, tokens: list[int], seconds: float) -> list[float]:
+    async def _score_prompt(self, tokens: list[int], seconds: float) -> list[float]:
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        places = self._ask(body, seconds)["meta_info"]["input_token_logprobs"][
-            1:
-        ]  # the first token has no log-probability
+        reply = await self._request_tokens(body, seconds)
+        # The first token has no log-probability.
+        places = reply["meta_info"]["input_token_logprobs"][1:]
         if [token for _, token, *_ in places] != tokens[1:]:
             raise ValueError("of other tokens")
         return [float(logprob) for logprob, *_ in places]
@@ -189,6 +198,11 @@ class SglangGroup(WeightGroup):
     """Group name at the server; empty if it has no group of this client."""
     _has_begun = False
 
+    def __init__(self, url: str, workers: int, backend: str, seconds: float, loop: asyncio.AbstractEventLoop):
+        """See `WeightGroup`. Calls of the server run in ``loop``, outside the thread that uses the group."""
+        super().__init__(url, workers, backend, seconds)
+        self._loop = loop
+
     def meet(self) -> None:
         """Form the group, and prepare the server for buckets.
 
@@ -201,7 +215,7 @@ class SglangGroup(WeightGroup):
         self._reply = self._ask("/init_weights_update_group", body)
         # Prefix of the keys of torch's init_process_group, which the workers call.
         prefix = f"{self._name}/{self._name}//{DEVICES[self.backend]}/"
-        formed = in_thread(lambda: self._form(prefix), RuntimeError)
+        formed = in_thread(lambda: self._form(prefix))
         try:
             end = time.monotonic() + self._wait
             while not (formed.done() and self._reply.done()):
@@ -290,11 +304,14 @@ class SglangGroup(WeightGroup):
             self._call("/destroy_weights_update_group", {"group_name": name})
 
     def _call(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
-        return call(self.url, path, body, seconds=seconds or self._wait)
+        return self._begin_call(path, body, seconds or self._wait).result()
 
     def _ask(self, path: str, body: dict[str, Any]) -> Future[Any]:
-        """Start a call in a thread; its deadline is later than that of the bucket that waits for it."""
-        return in_thread(lambda: self._call(path, body, 2 * self._wait))
+        """Start a call; its deadline is later than that of the bucket that waits for it."""
+        return self._begin_call(path, body, 2 * self._wait)
+
+    def _begin_call(self, path: str, body: dict[str, Any], seconds: float) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(guarded(call(self.url, path, body, seconds=seconds)), self._loop)
 
 
 def _ordered(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.distributed.environment import temporary_variable
-from glm46.tasks.rl.rollout.http_calls import CallError, in_thread
+from glm46.tasks.rl.rollout.event_loop import in_thread
+from glm46.tasks.rl.rollout.http_calls import CallError
 
 BUCKET_BYTES = 256 << 20
 """Maximum bytes of tensors that are sent together; a larger tensor is a bucket of its own."""
@@ -82,18 +82,18 @@ class WeightGroup:
         self.fault: str | None = None
         """Why the group failed and receives nothing more; None if it works."""
 
-    def join(self, version: int, load: Callable[[str], Any]) -> None:
+    def join(self, version: int, load: Callable[[str], Future[Any]]) -> None:
         """Invite the workers and form the group.
 
         Args:
-            load: sends an invitation to the server and returns its reply, which comes when all workers have loaded.
+            load: begins to send an invitation to the server. The reply comes when all workers have loaded.
 
         Raises:
             CallError: `load` failed, or the workers did not join.
         """
         settings = {**self._at, "size": 1 + self._workers, "seconds": _OF_SERVER * self._wait, "backend": self.backend}
         invitation = json.dumps(settings | {"version": version})
-        self._reply = in_thread(lambda: load(invitation))
+        self._reply = load(invitation)
         try:
             self._await_workers()
             if self.fault is not None:
@@ -133,7 +133,7 @@ class WeightGroup:
     def _begin_first(self, values: Tensor) -> dist.Work | None:
         """Start the first broadcast in a thread: NCCL creates its communicator and blocks until all workers join."""
         try:
-            return in_thread(lambda: self.begin(values), RuntimeError).result(self._wait)
+            return in_thread(lambda: self.begin(values)).result(self._wait)
         except FutureTimeoutError:
             self._fail(
                 f"the first {self.backend} broadcast to its {self._workers} workers, at {self._at['address']} port "
@@ -223,9 +223,11 @@ class WeightGroup:
         """End the update, also for the workers, who see that the store is gone. Does nothing if already closed."""
         self._store = None
         if self._group:
-            # In a thread: NCCL's abort may wait for a communicator under construction. Gloo ends by its timeout.
-            threading.Thread(target=lambda held: held.pop().abort(), args=(self._group,), daemon=True).start()
+            # In a thread: NCCL's abort may wait for a communicator under construction. Gloo ends by its timeout. The
+            # thread has the last reference, because the end of a group of gloo waits for its open broadcasts.
+            last_reference = self._group
             self._group = []
+            in_thread(lambda: last_reference.pop().abort())
 
 
 def first_sentence(error: RuntimeError) -> str:

@@ -21,11 +21,11 @@ from glm46.tasks.rl.rollout.records import (
     SamplingRules,
     rest,
 )
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import EngineError, Weights
+from glm46.tasks.rl.rollout.served_policy import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from tests.processes import HANG_SECONDS, wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
+from tests.unit.tasks.rl.rollout.waiting import run, servers_of
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 PROBE = [[5, 6, 7, 8]]
@@ -43,8 +43,8 @@ def stub(monkeypatch):
 @pytest.fixture
 def pool(stub, tmp_path):
     servers = [VllmServer(stub.url, range(50, 52))]
-    bounds = {"longest": 8, "most_running": 1024, "deadline": HANG_SECONDS, "restart": 0.2}
-    pool = ServerPool(servers, rules=RULES, say=lambda line: None, **bounds)
+    bounds = {"max_tokens": 8, "max_running": 1024, "deadline": HANG_SECONDS, "restart": 0.2}
+    pool = servers_of(servers, rules=RULES, say=lambda line: None, **bounds)
     update(pool, tmp_path, 1)
     return pool
 
@@ -53,7 +53,7 @@ def update(pool, tmp_path, version: int) -> None:
     folder = tmp_path / str(version)
     folder.mkdir()
     (folder / "version.json").write_text(json.dumps({"version": version, "files": {}}))
-    pool.update(Weights(version, folder, PROBE, scores(version, PROBE)))
+    run(pool.update(Weights(version, folder, PROBE, scores(version, PROBE))))
 
 
 def await_sent(stub, count: int) -> None:

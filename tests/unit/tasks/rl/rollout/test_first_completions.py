@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from glm46.tasks.rl.rollout.records import Completion
-from glm46.tasks.rl.rollout.server_state import ServedPolicy
+from glm46.tasks.rl.rollout.served_policy import ServedPolicy
 
 VOCABULARY, LENGTH, COMPLETIONS = 200, 256, 8
 

@@ -5,11 +5,17 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from glm46.tasks.rl.rollout.http_calls import CallError, call, in_thread
-from tests.processes import wait_until
+from glm46.config.errors import UserError
+from glm46.config.rollout import RolloutConfig
+from glm46.operate.launch import rl_start
+from glm46.tasks.rl.rollout import http_calls
+from glm46.tasks.rl.rollout.event_loop import blocking
+from glm46.tasks.rl.rollout.http_calls import CallError, guarded, require_http_client
+from tests.unit.tasks.rl.rollout.waiting import call, run
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
 
@@ -64,16 +70,42 @@ def test_a_reply_in_parts_is_whole(parts):
         assert call(url, "/path", seconds=60.0) == [1]
 
 
-def test_a_fault_of_the_client_has_its_traceback_and_is_no_fault_of_a_server(monkeypatch):
-    seen = []
-    monkeypatch.setattr(threading, "excepthook", lambda given: seen.append(given.exc_value))
-
-    def fail() -> None:
+def test_a_fault_of_the_client_has_its_traceback_and_is_no_fault_of_a_server(capfd):
+    async def fail() -> None:
         raise RuntimeError("in our own code")
 
     with pytest.raises(CallError, match="the client failed; see the traceback above"):
-        in_thread(fail).result()
-    wait_until(lambda: seen)
+        run(guarded(fail()))
+    assert "RuntimeError: in our own code" in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="in our own code"):
-        in_thread(fail, RuntimeError).result()
-    assert [str(error) for error in seen] == ["in our own code"]
+        run(blocking(lambda: run(fail())))
+
+
+@pytest.mark.parametrize(("reply", "received"), [
+    (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 2\r\n\r\n[]", []),
+    (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n[1]", [1]),
+], ids=["a redirect", "an encoding"])  # fmt: skip
+def test_a_reply_is_taken_as_it_is(reply, received):
+    with answering([reply]) as url:
+        assert call(url, "/path", seconds=60.0) == received
+
+
+def test_proxies_and_passwords_of_the_environment_are_not_read(monkeypatch, tmp_path):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login a password b")
+    with answering([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"]) as url:
+        assert call(url, "/path", seconds=60.0) == []
+
+
+def test_without_the_package_for_http_one_message_names_its_extra(monkeypatch):
+    require_http_client()
+    monkeypatch.setattr(http_calls, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"rollout.kind: .*httpx.*glm46\[rl\]"):
+        require_http_client()
+    monkeypatch.setattr(rl_start, "reward_pool", lambda rl: SimpleNamespace(close=lambda: None))
+    rl = SimpleNamespace(prompts=None, validation=(), environment=None)
+    rl_start.refuse_rl(rl, RolloutConfig(max_new_tokens=6))
+    with pytest.raises(UserError, match=r"httpx.*glm46\[rl\]"):
+        rl_start.refuse_rl(rl, RolloutConfig(kind="vllm", urls=["http://127.0.0.1:8000"], max_new_tokens=6))

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from glm46.tasks.rl.rollout.server_pool import LaunchedServers
-from glm46.tasks.rl.rollout.server_state import EngineError
+from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
+from glm46.tasks.rl.rollout.served_policy import EngineError
 from tests.processes import is_alive, wait_until
 
 PROGRAM = (
@@ -53,7 +53,7 @@ def test_server_ends_with_a_run_that_is_killed(tmp_path):
     run = f"""
 import time
 from pathlib import Path
-from glm46.tasks.rl.rollout.server_pool import LaunchedServers
+from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 LaunchedServers({COMMAND!r}, ["http://127.0.0.1:81"], Path({str(tmp_path)!r}), print).ensure(Path("a"))
 time.sleep(600)
 """

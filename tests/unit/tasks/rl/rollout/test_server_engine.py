@@ -18,10 +18,10 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout import server_engine, server_pool
+from glm46.tasks.rl.rollout import server_engine, servers
 from glm46.tasks.rl.rollout.records import Episode, Request, SamplingRules, seed_behind
+from glm46.tasks.rl.rollout.served_policy import CHANGED, ServedPolicy
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollout.server_state import CHANGED, ServedPolicy
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.task import Reinforcement
 from tests.processes import wait_until
@@ -33,7 +33,7 @@ RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.05)
     monkeypatch.setattr(ServedPolicy, "compare", lambda *_: ("as the policy", True))
     join(60.0)
     yield
@@ -148,7 +148,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
             assert len(completion.replies) == 1
         seeds = [seed for stub in stubs for _, seed in stub.generated]
         assert len(seeds) == len({*seeds}) == 8, "a server begins the same random numbers for the same seed"
-        engine._pool.deadline = 0.3
+        engine._servers.deadline = 0.3
         for stub in stubs:
             stub.fault = "hang"
         assert all("did not finish" in end.fault and not end.samples for end in run())

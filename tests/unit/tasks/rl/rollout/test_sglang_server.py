@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout import server_pool, sglang_server, weight_group
+from glm46.tasks.rl.rollout import servers, sglang_server, weight_group
+from glm46.tasks.rl.rollout.event_loop import blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError
 from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, Weights
+from glm46.tasks.rl.rollout.served_policy import CHANGED, EngineError, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangGroup, SglangServer
 from glm46.tasks.rl.rollout.weight_group import WeightSender
 from tests.unit.tasks.rl.rollout.sglang_contract import (
@@ -35,6 +36,7 @@ from tests.unit.tasks.rl.rollout.sglang_contract import (
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
 from tests.unit.tasks.rl.rollout.stub_server import STOP, generate, scores
 from tests.unit.tasks.rl.rollout.test_weight_group import Apart
+from tests.unit.tasks.rl.rollout.waiting import asyncio_loop, run, servers_of
 from tests.wheels import download
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
@@ -47,7 +49,7 @@ WAIT, SOON = 2.0, 60.0
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.05)
     monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 10 * SOON)
     monkeypatch.setattr(weight_group, "_FOR_A_REASON", 0.5)
     monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1000)
@@ -88,21 +90,24 @@ class Sent:
         self.lines, self.shift = [], 0.0
         servers = [SglangServer(stub.url, range(0)) for stub in stubs]
         waits = {"deadline": 10 * SOON, "restart": restart}
-        self.pool = ServerPool(servers, rules=RULES, longest=8, most_running=1024, say=self.lines.append, **waits)
+        self.pool = servers_of(servers, rules=RULES, max_tokens=8, max_running=1024, say=self.lines.append, **waits)
 
     def update(self, version: int) -> None:
         self.pool.send = self.send
-        self.pool.update(Weights(version, None, PROBE, scores(version, PROBE)))
+        run(self.pool.update(Weights(version, None, PROBE, scores(version, PROBE))))
         self.pool.send = None
 
-    def send(self, groups) -> None:
+    async def send(self, groups) -> None:
+        await blocking(partial(self.broadcast, groups))
+
+    def broadcast(self, groups) -> None:
         sender = WeightSender(groups)
         for name, tensor in tensors(self.shift):
             sender.add(name, tensor)
         sender.end()
 
     def check_generates(self) -> None:
-        found = answers(self.pool, REQUESTS, RULES)
+        found = run(answers(self.pool, REQUESTS, RULES))
         assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 
@@ -156,7 +161,10 @@ def run_group(monkeypatch, form, empty) -> None:
     """Send tensors from a group to one worker that forms it and receives by functions of SGLang's."""
     asked, group = [], None
 
-    def answer(url, path, body, *, seconds):
+    async def answer(url, path, body, *, seconds):
+        return await blocking(lambda: answered(path, body))
+
+    def answered(path, body):
         asked.append((path, body))
         assert contract_fault(path, body) is None
         if path == "/init_weights_update_group":
@@ -173,7 +181,7 @@ def run_group(monkeypatch, form, empty) -> None:
     monkeypatch.setattr("glm46.tasks.rl.rollout.sglang_server.call", answer)
     with torch.no_grad(), ThreadPoolExecutor(1) as threads:
         listener = threads.submit(dist.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False).result()
-        group = SglangGroup(f"http://127.0.0.1:{listener.port}", 1, "gloo", SOON)
+        group = SglangGroup(f"http://127.0.0.1:{listener.port}", 1, "gloo", SOON, asyncio_loop())
         group.meet()
         sender = WeightSender([group])
         for name, tensor in tensors():
@@ -245,9 +253,9 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatc
     stubs[0].breaks_at, stubs[0].breaks_by = 15, "stall"
     sent, send, began = Sent(stubs), Sent.send, time.monotonic()
 
-    def bounded(self, groups) -> None:
+    async def bounded(self, groups) -> None:
         groups[0]._wait = WAIT
-        send(self, groups)
+        await send(self, groups)
 
     monkeypatch.setattr(Sent, "send", bounded)
     sent.update(1)
@@ -321,31 +329,31 @@ def test_requests_have_a_salt_of_the_version_and_completions_the_version_of_each
     meta = {"output_token_logprobs": [[-1.0, 3, None]] * 6, "finish_reason": {"type": "length"}}
     spans = [{"version": "2", "start": 0, "end": 4}, {"version": "default", "start": 4, "end": 6}]
     stubs[0]._generate = lambda body: {"meta_info": meta | {"weight_versions": spans}}
-    found = sent.pool._states[0].server.generate("name", REQUESTS[0], RULES, "salt", SOON)
+    found = run(sent.pool._servers[0].generate("name", REQUESTS[0], RULES, "salt", SOON))
     assert found.spans == [(0, 2), (4, -1)]
 
 
 def test_routes_have_no_dense_layers_and_need_the_option(stubs):
     server = SglangServer(stubs[0].url, range(0), (2, 3))
     with pytest.raises(UserError, match="--enable-return-routed-experts"):
-        server.check(routes=True)
+        run(server.check(routes=True))
     stubs[0].facts["enable_return_routed_experts"] = True
     stubs[0].all_layers = np.array([[0, 0, 0], [3, 1, 2], [300, 5, 4]])  # the first one is dense
-    server.check(routes=True)
-    found = server.generate("name", Request([3, 4], 1, 6), ROUTED, "salt", SOON)
+    run(server.check(routes=True))
+    found = run(server.generate("name", Request([3, 4], 1, 6), ROUTED, "salt", SOON))
     assert found.routes.shape == (7, 2, 3) and found.routes.dtype == np.uint16
     assert np.array_equal(found.routes[0], [[3, 1, 2], [300, 5, 4]])
-    rest = server.generate("name", Request([3, 4, 5, 6], 1, 4, known=3), ROUTED, "salt", SOON)
+    rest = run(server.generate("name", Request([3, 4, 5, 6], 1, 4, known=3), ROUTED, "salt", SOON))
     assert rest.routes.shape == (7, 2, 3) and np.array_equal(rest.routes[3:], found.routes[3:])
     assert stubs[0].calls[-1][1]["routed_experts_start_len"] == 3
     stubs[0].all_layers = -np.ones((3, 3))
     with pytest.raises(CallError, match="experts"):
-        server.generate("name", Request([3, 4], 1, 6), ROUTED, "salt", SOON)
+        run(server.generate("name", Request([3, 4], 1, 6), ROUTED, "salt", SOON))
 
 
 def test_adapters_have_a_name_of_their_version_and_replace_those_before(stubs, tmp_path):
     server = SglangServer(stubs[0].url, range(0))
-    server.check(routes=False)
+    run(server.check(routes=False))
 
     def folder(version: int, rank: int) -> Path:
         made = tmp_path / str(version)
@@ -355,26 +363,26 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(stubs, t
         return made
 
     with pytest.raises(UserError, match="--enable-lora --max-lora-rank 8"):
-        server.load(folder(CHANGED, 8), CHANGED, SOON)
+        run(server.load(folder(CHANGED, 8), CHANGED, SOON))
     stubs[0].facts |= {"enable_lora": True, "max_lora_rank": 8}
-    server.check(routes=False)
+    run(server.check(routes=False))
     for version in (1, 2):
-        server.load(folder(version, 8), version, SOON)
+        run(server.load(folder(version, 8), version, SOON))
         assert stubs[0].adapters == [f"glm46-version-{version}"]
-        assert server.generate("name", REQUESTS[0], RULES, "salt", SOON).spans == [(0, version)]
+        assert run(server.generate("name", REQUESTS[0], RULES, "salt", SOON)).spans == [(0, version)]
     assert stubs[0].calls[-1][1]["lora_path"] == "glm46-version-2"
     stubs[0].adapters.clear()  # it was started again
     with pytest.raises(ForgottenError, match="not loaded"):
-        server.generate("name", REQUESTS[0], RULES, "salt", SOON)
+        run(server.generate("name", REQUESTS[0], RULES, "salt", SOON))
 
 
 def test_note_of_a_server_says_its_release_and_that_samples_do_not_repeat(stubs):
     server = SglangServer(stubs[0].url, range(0))
-    server.check(routes=False)
+    run(server.check(routes=False))
     assert server.note == ""
     stubs[0].facts["enable_deterministic_inference"] = False
     stubs[0]._server_info = lambda body: stubs[0].facts | {"dtype": "auto", "context_length": None, "version": "0.6.0"}
-    server.check(routes=False)
+    run(server.check(routes=False))
     assert "0.6.0" in server.note and "--enable-deterministic-inference" in server.note
     assert server.dtype == "bfloat16"
 

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,15 +18,16 @@ import pytest
 import torch
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout import server_pool, vllm_server, weight_group
-from glm46.tasks.rl.rollout.http_calls import CallError, call
+from glm46.tasks.rl.rollout import servers, vllm_server, weight_group
+from glm46.tasks.rl.rollout.event_loop import blocking, in_thread
+from glm46.tasks.rl.rollout.http_calls import CallError
 from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import EngineError, Weights
+from glm46.tasks.rl.rollout.served_policy import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
 from tests.unit.tasks.rl.rollout.stub_server import STOP, JoinedReceiver, digest, generate, glm_weights, scores
+from tests.unit.tasks.rl.rollout.waiting import call, run, servers_of
 
 PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
@@ -39,7 +41,7 @@ SOON = 60.0
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.05)
     monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 10 * SOON)
     monkeypatch.setattr(weight_group, "_FOR_A_REASON", 0.5)
     monkeypatch.setattr(vllm_server, "QUICK_SECONDS", SOON)
@@ -63,22 +65,25 @@ class Sent:
         self.lines: list[str] = []
         servers = [VllmServer(stub.url, range(0)) for stub in stubs]
         waits = {"deadline": deadline, "restart": restart}
-        self.pool = ServerPool(servers, rules=RULES, longest=8, most_running=1024, say=self.lines.append, **waits)
+        self.pool = servers_of(servers, rules=RULES, max_tokens=8, max_running=1024, say=self.lines.append, **waits)
 
     def update(self, version: int) -> None:
         self.pool.send = self.send
-        self.pool.update(Weights(version, None, PROBE, scores(version, PROBE)))
+        run(self.pool.update(Weights(version, None, PROBE, scores(version, PROBE))))
         self.pool.send = None
 
+    async def send(self, groups) -> None:
+        await blocking(partial(self.broadcast, groups))
+
     @staticmethod
-    def send(groups) -> None:
+    def broadcast(groups) -> None:
         sender = WeightSender(groups)
         for name, tensor in tensors():
             sender.add(name, tensor)
         sender.end()
 
     def generates(self) -> None:
-        found = answers(self.pool, REQUESTS, RULES)
+        found = run(answers(self.pool, REQUESTS, RULES))
         assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 
@@ -128,8 +133,8 @@ def test_a_worker_that_fails_behind_the_answer_of_another_replica_is_seen(stubs)
         threads[0].join()
         return "loaded"
 
-    group.join(1, load)
-    Sent.send([group])
+    group.join(1, lambda invitation: in_thread(partial(load, invitation)))
+    Sent.broadcast([group])
     check = group._store.check
 
     def check_and_tell(names: list[str]) -> bool:
@@ -216,9 +221,9 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
     stubs[0].breaks_at, stubs[0].breaks_by = 15, "stall"
     sent, began = Sent(stubs), time.monotonic()
 
-    def send(groups) -> None:
+    async def send(groups) -> None:
         groups[0]._wait = WAIT
-        Sent.send(groups)
+        await Sent.send(sent, groups)
 
     sent.send = send
     sent.update(1)
@@ -227,7 +232,8 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
     assert "/resume" not in stubs[0].paths() and stubs[1].version == 1  # its weights are neither old nor new
     sent.generates()
     assert not stubs[0].generated  # outside of an update nobody broadcasts
-    stubs[0].stalls, sent.send = False, Sent.send
+    stubs[0].stalls = False
+    del sent.send
     sent.update(2)
     assert stubs[0].version == 2 and "generates with version 2" in sent.lines[-1]
 
@@ -252,7 +258,7 @@ def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs, mo
     for _ in range(2):
         group = WeightGroup(stubs[0].url, 1, "gloo", 0.5)
         with pytest.raises(CallError, match="did not join"):
-            group.join(1, lambda invitation: invitations.append(invitation) or ended.wait())
+            group.join(1, lambda invitation: in_thread(lambda: invitations.append(invitation) or ended.wait()))
     ended.set()
     began, stale = time.monotonic(), json.loads(invitations[0])
     with pytest.raises(OSError, match="refused"):
@@ -267,6 +273,7 @@ def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs, mo
 
 TRAINER = """
 from datetime import timedelta
+from functools import partial
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 update, wait = dist.PrefixStore("update", store), timedelta(seconds=600)
@@ -361,7 +368,7 @@ def test_first_broadcast_that_does_not_begin_ends_in_time_and_says_what_it_waite
 
     monkeypatch.setattr(weight_group, "_join", join)
     with pytest.raises(CallError) as raised:
-        group.join(1, lambda invitation: stubs[0]._receive(invitation)["results"][0]["failed"])
+        group.join(1, lambda invitation: in_thread(lambda: stubs[0]._receive(invitation)["results"][0]["failed"]))
     assert time.monotonic() - began < SOON
     at = f"{group._at['address']} port {group._at['port']}"
     assert all(part in str(raised.value) for part in ("first gloo broadcast", "1 workers", at, "rollout.weights"))
@@ -386,10 +393,10 @@ def test_two_versions_of_nccl_make_no_group(stubs, monkeypatch):
     stubs[0].device = "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     server = VllmServer(stubs[0].url, range(0))
-    server.check(routes=False)
+    run(server.check(routes=False))
     monkeypatch.setattr(vllm_server, "nccl_version", lambda: "2.30.7")
     with pytest.raises(UserError, match=r"2\.27\.5.*2\.30\.7.*rollout\.weights"):
-        server.join(1, SOON)
+        run(server.join(1, SOON))
     assert not any("pause" in path for path in stubs[0].paths())
 
 

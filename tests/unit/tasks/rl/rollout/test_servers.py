@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout import open_requests, server_pool
+from glm46.tasks.rl.rollout import open_requests, servers
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, answers
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, Weights
+from glm46.tasks.rl.rollout.served_policy import EngineError, Weights
+from glm46.tasks.rl.rollout.server import MAX_FAILURES
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from tests.processes import wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
+from tests.unit.tasks.rl.rollout.waiting import run, servers_of
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 STOPPED = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50)
@@ -30,7 +31,7 @@ both_kinds = pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(open_requests, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.05)
     monkeypatch.setattr(open_requests, "_GRACE_SECONDS", 60.0)
 
 
@@ -43,8 +44,8 @@ def lines():
 def make_pool(stubs, tmp_path, lines):
     def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, most=1024, deadline=600.0, restart=0.2):
         made = [kind(stub.url, range(50, 52)) for stub in servers]
-        bounds = {"longest": longest, "most_running": most, "deadline": deadline, "restart": restart}
-        return ServerPool(made, rules=rules, say=lines.append, **bounds)
+        bounds = {"max_tokens": longest, "max_running": most, "deadline": deadline, "restart": restart}
+        return servers_of(made, rules=rules, say=lines.append, **bounds)
 
     return make
 
@@ -72,8 +73,8 @@ def check(completions, requests, version):
 def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stubs, kind):
     pool = make_pool(kind)
     for version in (1, 2):
-        pool.update(weights(version))
-        check(answers(pool, REQUESTS, RULES), REQUESTS, version)
+        run(pool.update(weights(version)))
+        check(run(answers(pool, REQUESTS, RULES)), REQUESTS, version)
         first, second = ({prompt for prompt, _ in stub.generated[-12:]} for stub in stubs)
         assert first and second and len(first) + len(second) == 3
         for stub in stubs:
@@ -83,7 +84,7 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
 @both_kinds
 def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
     pool = make_pool(kind, servers=stubs[:1], most=8)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     sample_one, running, seen = stubs[0]._sample, [], []
 
     def counted(*request):
@@ -96,12 +97,12 @@ def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kin
         return generated
 
     stubs[0]._sample = counted
-    assert len(answers(pool, REQUESTS, RULES)) == len(REQUESTS) == 12
+    assert len(run(answers(pool, REQUESTS, RULES))) == len(REQUESTS) == 12
     assert max(seen) == 8
 
 
 def test_vllm_is_paused_before_a_load_and_resumed_after_it_was_named(make_pool, weights, stubs):
-    make_pool().update(weights(3))
+    run(make_pool().update(weights(3)))
     paths = stubs[0].paths()
     order = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume", "/inference/v1/generate"]
     places = [len(paths) - 1 - paths[::-1].index(path) for path in order]
@@ -111,8 +112,8 @@ def test_vllm_is_paused_before_a_load_and_resumed_after_it_was_named(make_pool, 
 def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, weights, stubs):
     pool = make_pool(servers=stubs[:1])
     for version in (1, 2):
-        pool.update(weights(version))
-        answers(pool, REQUESTS[:1], RULES)
+        run(pool.update(weights(version)))
+        run(answers(pool, REQUESTS[:1], RULES))
     first, second = [body for _, body in stubs[0].calls if body.get("cache_salt", "stop") != "stop"]
     sampling = first["sampling_params"]
     assert sampling["stop_token_ids"] == [STOP] and sampling["ignore_eos"] and sampling["seed"] == 1
@@ -124,14 +125,14 @@ def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, we
 @both_kinds
 def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, stubs, lines, fault, kind):
     pool = make_pool(kind)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     stubs[0].fault = fault
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
     assert [line for line in lines if f"{stubs[0].url} is excluded" in line]
     stubs[0].fault = ""
-    pool.update(weights(2))
+    run(pool.update(weights(2)))
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 2"
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 2)
 
 
 @pytest.mark.slow
@@ -139,11 +140,11 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
 @both_kinds
 def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault, kind):
     pool = make_pool(kind, servers=stubs[:1])
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     stubs[0].fault = fault
     began = time.monotonic()
     with pytest.raises(EngineError) as error:
-        answers(pool, REQUESTS, RULES)
+        run(answers(pool, REQUESTS, RULES))
     assert time.monotonic() - began < 60 and len(error.value.faults) == 1
     assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
 
@@ -151,20 +152,20 @@ def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, f
 def test_failures_before_a_halt_do_not_count_behind_it(make_pool, weights, stubs):
     """A completion of hours may meet many servers that restart."""
     pool = make_pool(servers=stubs[:1])
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     found: list[Completion] = []
-    asked = OpenRequest(REQUESTS[0], found.append, failed_on=[pool.ready()[0]] * (MOST_FAILURES - 1))
-    OpenRequests(pool, RULES).run([asked], stays=False)
+    asked = OpenRequest(REQUESTS[0], found.append, failed_on=[run(pool.ready())[0]] * (MAX_FAILURES - 1))
+    run(OpenRequests(pool, RULES).run([asked], stays=False))
     assert asked.failed_on == []
 
 
 @both_kinds
 def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights, stubs, kind):
     pool = make_pool(kind, servers=stubs[:1])
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     stubs[0].fault, pool.deadline = "hang", 0.3
     began = time.monotonic()
-    completions = answers(pool, REQUESTS[:3], RULES)
+    completions = run(answers(pool, REQUESTS[:3], RULES))
     assert 0.3 <= time.monotonic() - began < 60
     for completion, request in zip(completions, REQUESTS, strict=False):
         assert completion.finish == "abort" and len(completion.tokens) == len(completion.logprobs) > 0
@@ -174,13 +175,13 @@ def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights,
 @both_kinds
 def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, weights, stubs, lines, kind):
     pool = make_pool(kind)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     stubs[0].dies_after = 2
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
     assert any("is excluded" in line for line in lines)
     back = StubServer(port=stubs[0].port)
     try:
-        check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+        check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
         assert lines[-1] == f"rollout: {back.url} generates with version 1" and back.generated and back.name == "1"
     finally:
         back.stop()
@@ -189,22 +190,22 @@ def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, wei
 @both_kinds
 def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs, kind):
     pool = make_pool(kind)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     for stub in stubs:
         stub.stop()
     with pytest.raises(EngineError) as error:
-        answers(pool, REQUESTS, RULES)
+        run(answers(pool, REQUESTS, RULES))
     assert all(stub.url in str(error.value) for stub in stubs)
     assert "rollout.urls" in str(error.value) and "within 0.2 s" in str(error.value)
 
 
 @both_kinds
 def test_a_pool_says_at_once_and_again_which_server_it_waits_for(make_pool, weights, stubs, lines, monkeypatch, kind):
-    monkeypatch.setattr(server_pool, "_WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(servers, "_WAITING_SECONDS", 0.1)
     stubs[0].stop()
     pool = make_pool(kind, servers=stubs[:1], restart=0.5)
     with pytest.raises(EngineError):
-        pool.update(weights(1))
+        run(pool.update(weights(1)))
     waiting = [line for line in lines if "waiting" in line]
     assert waiting[0] == f"rollout: waiting for {stubs[0].url}: connection refused (0 of 0.5 s)"
     assert len(waiting) >= 2
@@ -230,15 +231,15 @@ os._exit(0)
 @both_kinds
 def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, weights, stubs, lines, fault, kind):
     pool = make_pool(kind)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     setattr(stubs[1], fault, True)
-    pool.update(weights(2))
+    run(pool.update(weights(2)))
     assert f"{stubs[1].url} is excluded" in lines[-1] and "version 2" in lines[-1]
     asked = len(stubs[1].calls)
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 2)
     assert len(stubs[1].calls) == asked  # it would take time from each rollout
     setattr(stubs[1], fault, False)
-    pool.update(weights(3))
+    run(pool.update(weights(3)))
     assert lines[-1] == f"rollout: {stubs[1].url} generates with version 3"
 
 
@@ -246,9 +247,9 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
 def test_server_that_says_nothing_of_given_tokens_is_excluded(make_pool, weights, stubs, lines, kind):
     stubs[1].fault = "null scores"
     pool = make_pool(kind)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     assert [line for line in lines if "is excluded" in line and stubs[1].url in line]
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
 
 
 @both_kinds
@@ -263,7 +264,7 @@ def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stu
         stub.dtype, stub.model = "bfloat16", model
     for version in (1, 2):
         expected = [[model(version, token) for token in tokens[1:]] for tokens in PROBE]
-        pool.update(weights(version)._replace(expected=expected))
+        run(pool.update(weights(version)._replace(expected=expected)))
         stubs[1].stale = True
     excluded = [line for line in lines if "is excluded" in line]
     assert len(excluded) == 1 and stubs[1].url in excluded[0] and "weights are old" in excluded[0]
@@ -272,9 +273,9 @@ def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stu
 @both_kinds
 def test_context_below_the_longest_prompt_and_its_completion_is_refused_at_the_start(make_pool, weights, stubs, kind):
     stubs[0].context, stubs[1].context = 66, 65
-    make_pool(kind, longest=65).update(weights(1))
+    run(make_pool(kind, longest=65).update(weights(1)))
     with pytest.raises(UserError, match="rollout.max_new_tokens") as error:
-        make_pool(kind, longest=66).update(weights(2))
+        run(make_pool(kind, longest=66).update(weights(2)))
     assert "--max-model-len 66" in str(error.value) and stubs[1].url in str(error.value)
     assert not isinstance(error.value, EngineError) and not stubs[0].generated
 
@@ -282,7 +283,7 @@ def test_context_below_the_longest_prompt_and_its_completion_is_refused_at_the_s
 def test_server_without_processed_logprobs_is_refused_at_the_start(make_pool, weights, stubs):
     stubs[1].logprobs_mode = "raw_logprobs"
     with pytest.raises(UserError, match="processed_logprobs") as error:
-        make_pool().update(weights(1))
+        run(make_pool().update(weights(1)))
     assert stubs[1].url in str(error.value) and not isinstance(error.value, EngineError)
 
 
@@ -297,14 +298,14 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_poo
         stub.lora_rank = 8
     pool = make_pool()
     for version in (1, 2):
-        pool.update(adapter(weights, version))
-        check(answers(pool, REQUESTS, RULES), REQUESTS, version)
+        run(pool.update(adapter(weights, version)))
+        check(run(answers(pool, REQUESTS, RULES)), REQUESTS, version)
         assert all(stub.adapters == [f"glm46-version-{version}"] for stub in stubs)
     assert not any(body.get("method") == "glm46_load" for stub in stubs for _, body in stub.calls)
     stubs[0].adapters.clear()  # it was started again
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 2)
     assert any(f"{stubs[0].url} is excluded" in line for line in lines)
-    pool.update(adapter(weights, 3))
+    run(pool.update(adapter(weights, 3)))
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 3"
 
 
@@ -317,7 +318,7 @@ def test_server_without_room_for_the_adapters_is_refused(make_pool, weights, stu
     for stub in stubs:
         stub.lora_rank = lora_rank
     with pytest.raises(UserError) as error:
-        make_pool().update(adapter(weights, 1, **made))
+        run(make_pool().update(adapter(weights, 1, **made)))
     assert all(part in str(error.value) for part in ["rollout.send_adapters", *said])
     assert "/pause?mode=keep" not in stubs[0].paths()
 
@@ -328,21 +329,21 @@ def test_routes_of_vllm_itself_have_no_rows_of_dense_layers(make_pool, weights, 
         stub.routes = routes
     rules = RULES._replace(routes=True)
     pool = make_pool(rules=rules)
-    pool.update(weights(1))
-    for request, one in zip(REQUESTS, answers(pool, REQUESTS, rules), strict=True):
+    run(pool.update(weights(1)))
+    for request, one in zip(REQUESTS, run(answers(pool, REQUESTS, rules)), strict=True):
         assert (one.routes == routes[: len(request.prompt) + len(one.tokens) - 1, 1:]).all()
 
 
 def test_routes_need_a_server_without_prefix_cache(make_pool, weights):
     with pytest.raises(UserError, match="--no-enable-prefix-caching"):
-        make_pool(rules=RULES._replace(routes=True)).update(weights(1))
+        run(make_pool(rules=RULES._replace(routes=True)).update(weights(1)))
 
 
 @both_kinds
 def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make_pool, weights, stubs, kind):
     stubs[1].goes_on_behind = (9,)
     with pytest.raises(UserError, match=r"rollout.urls: .* stop token 9: .*\[9, 9\].*start it"):
-        make_pool(kind, rules=STOPPED).update(weights(1))
+        run(make_pool(kind, rules=STOPPED).update(weights(1)))
     assert not stubs[0].generated and not stubs[1].generated
 
 
@@ -350,26 +351,26 @@ def test_server_that_refuses_a_bias_draws_unasked(make_pool, weights, stubs):
     """As vLLM with drafts does."""
     stubs[1].fault = "400 at stop"
     pool = make_pool(VllmServer, servers=stubs[1:], rules=STOPPED)
-    pool.update(weights(1))
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+    run(pool.update(weights(1)))
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
 
 
 @both_kinds
 def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, weights, stubs, lines, kind):
     pool = make_pool(kind, rules=STOPPED)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     stubs[1].stop()
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
     back = StubServer(port=stubs[1].port)
     back.goes_on_behind = (9,)
     try:
-        check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+        check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
         assert not back.generated and "stop token 9" in lines[-1] and back.url in lines[-1]
         back.goes_on_behind, back.fault = (), "500 at stop"
-        pool.update(weights(2))
+        run(pool.update(weights(2)))
         assert "/generate answered 500" in lines[-1]
         back.fault = ""
-        pool.update(weights(3))
+        run(pool.update(weights(3)))
         assert lines[-1] == f"rollout: {back.url} generates with version 3"
     finally:
         back.stop()
@@ -378,25 +379,25 @@ def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, we
 @both_kinds
 def test_servers_that_have_joined_generate_the_same_requests_before_all_others(make_pool, weights, stubs, lines, kind):
     pool = make_pool(kind)
-    pool.update(weights(1))
-    found = pool.first_samples(REQUESTS, at_start=True)
-    assert [state.server.url for state in found] == [stub.url for stub in stubs]
-    for (state, completions), is_right in zip(found.items(), (True, False), strict=True):
+    run(pool.update(weights(1)))
+    found = run(pool.first_samples(REQUESTS, at_start=True))
+    assert [server.url for server in found] == [stub.url for stub in stubs]
+    for (server, completions), is_right in zip(found.items(), (True, False), strict=True):
         check(completions, REQUESTS, 1)
-        pool.judge(state, "it differs", is_right=is_right)
+        pool.judge(server, "it differs", is_right=is_right)
     assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is excluded: it differs" in lines[-1]
-    assert not pool.first_samples(REQUESTS, at_start=False)
+    assert not run(pool.first_samples(REQUESTS, at_start=False))
     asked = len(stubs[1].calls)
-    pool.update(weights(2))
+    run(pool.update(weights(2)))
     stubs[0].stop()
     with pytest.raises(EngineError, match=f"{stubs[1].url}: it differs"):
-        answers(pool, REQUESTS, RULES)
+        run(answers(pool, REQUESTS, RULES))
     assert len(stubs[1].calls) == asked, "a server that samples from another distribution is not asked again"
     back = StubServer(port=stubs[0].port)
     try:
-        pool.join_again()
+        run(pool.join_again())
         back.fault = "500"  # it is asked: it was started again, perhaps with other options
-        assert not pool.first_samples(REQUESTS, at_start=False) and "is excluded" in lines[-1]
+        assert not run(pool.first_samples(REQUESTS, at_start=False)) and "is excluded" in lines[-1]
     finally:
         back.stop()
 
@@ -405,18 +406,18 @@ def test_servers_that_have_joined_generate_the_same_requests_before_all_others(m
 @both_kinds
 def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, weights, stubs, lines, fault, kind):
     pool = make_pool(kind)
-    pool.update(weights(1))
-    for state in pool.first_samples(REQUESTS, at_start=True):
-        pool.judge(state, "as the policy", is_right=True)
+    run(pool.update(weights(1)))
+    for server in run(pool.first_samples(REQUESTS, at_start=True)):
+        pool.judge(server, "as the policy", is_right=True)
     stubs[1].stop()
-    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
+    check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)
     back = StubServer(port=stubs[1].port)
     back.fault = fault
     try:
-        pool.join_again()
-        assert not pool.first_samples(REQUESTS, at_start=False)
+        run(pool.join_again())
+        assert not run(pool.first_samples(REQUESTS, at_start=False))
         assert f"{back.url} is excluded" in lines[-1]
-        check(answers(pool, REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
+        check(run(answers(pool, REQUESTS, RULES)), REQUESTS, 1)  # it is asked again, and fails in the rollout
         assert f"{back.url} is excluded" in lines[-1]
     finally:
         back.stop()
@@ -427,14 +428,14 @@ def test_requests_that_all_servers_refuse_and_a_server_that_refuses_at_the_start
     make_pool, weights, stubs, lines, kind
 ):
     pool = make_pool(kind)
-    pool.update(weights(1))
+    run(pool.update(weights(1)))
     stubs[1].fault = "400"
     with pytest.raises(UserError, match=f"{stubs[1].url} refuses a request"):
-        pool.first_samples(REQUESTS, at_start=True)
+        run(pool.first_samples(REQUESTS, at_start=True))
     assert not lines[2:]
     stubs[0].fault = "400"
     with pytest.raises(UserError, match=r"rollout.urls: .* refuses a request") as error:
-        answers(pool, REQUESTS, RULES)
+        run(answers(pool, REQUESTS, RULES))
     assert not isinstance(error.value, EngineError) and len([line for line in lines if "is excluded" in line]) == 1
     with pytest.raises(UserError, match="refuses a request"):
-        pool.first_samples(REQUESTS, at_start=False)
+        run(pool.first_samples(REQUESTS, at_start=False))
