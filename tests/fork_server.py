@@ -86,7 +86,7 @@ def main(address: str, *modules: str) -> None:
     """Serve until the input is closed: the tests have ended, or were killed."""
     import torch
 
-    for module in ("tests.ranks.forked_ranks", *modules):
+    for module in ("tests.harness", *modules):
         import_module(module)
     torch.set_num_threads(1)
     # Processes that programs spawn, such as those of rewards, would import this module, which takes 4 s of a core.
@@ -130,7 +130,7 @@ def _answer(connection: socket.socket, number: int) -> None:
 
 
 def _fork(connection: socket.socket) -> int:
-    from tests.ranks.forked_ranks import end_with
+    from tests.harness import end_with
 
     process = os.fork()
     if process == 0:

@@ -13,6 +13,8 @@ HANG_SECONDS = 300.0
 """A test that waits so long has hung: no event of these tests takes so long, on however busy a machine."""
 PROGRAM_SECONDS = 1800.0
 """The same for a program that computes many cases."""
+MARK = "GLM46_TEST"
+"""A variable that all descendants of a started program inherit, by which those left behind are found."""
 
 
 def wait_until(find: Callable[[], Found], said: str | Callable[[], str] = "", seconds: float = HANG_SECONDS) -> Found:
@@ -81,3 +83,16 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def left_behind(mark: str) -> list[int]:
+    """Living processes that inherited the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            has_mark = f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if has_mark and is_alive(int(folder.name)):
+            found.append(int(folder.name))
+    return found

@@ -13,8 +13,8 @@ from glm46.config.float8_layers import EXPERTS_MULTIPLES
 from glm46.config.presets import PRESETS
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
-from tests.ranks.float8_layouts import CASES, MATRICES, config_of
 from tests.ranks.sharded_layouts import build_job, make_batch, micro_batches, whole
+from tests.ranks.test_float8_layouts import CASES, MATRICES, config_of
 from tests.unit.compute.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

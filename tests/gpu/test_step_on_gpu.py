@@ -7,8 +7,7 @@ import torch
 
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
-from tests.ranks.bf16_layouts import bf16_run
-from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, micro_batches
+from tests.ranks.sharded_layouts import LAYOUTS, bf16_run, build_job, make_batch, micro_batches
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,43 +1,49 @@
-"""One process with torch imported, from which all programs of these tests are forked."""
+"""The server from which all programs of these tests are forked, and the rows of their cases."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ranks.server import CaseRows, Server
+from tests.harness import Cases, session
 from tests.small_run import make_config, source_folder, tokenizer
 
 __all__ = ["make_config", "source_folder", "tokenizer"]
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory) -> Iterator[Server]:
-    one = Server(tmp_path_factory.mktemp("programs"))
-    yield one
-    one.close()
+@pytest.fixture(scope="session", autouse=True)
+def programs(tmp_path_factory) -> Iterator[None]:
+    with session(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="module")
-def case_row(server, request) -> Iterator[Callable[..., dict]]:
-    """A function that returns the row of one named case of a program.
+def case_row(request) -> Iterator[Callable[..., Any]]:
+    """A function that returns the row of one named case; its arguments are those of `Cases`.
 
-    Its arguments: the program; the values of the test's other parameters, which go to the program; ``case``, the value
-    of the test's parameter of this name. The first call starts the program
-    for all cases whose tests are selected in this session; other calls read what it prints.
+    ``case`` is the value of the test's parameter of this name. The first call starts a program for all cases of this
+    world size (the parameter ``ranks``, if the test has it) whose tests are selected in this session.
     """
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     selected = [item.callspec.params for item in items if "case" in item.callspec.params]
-    started: dict[tuple, CaseRows] = {}
+    started: dict[tuple, Cases] = {}
 
-    def row(program: str, *arguments: int, case: str) -> dict:
-        key = (program, *arguments)
+    def row(
+        function: Callable[[list[str], Any], Iterator[Any]],
+        world_size: int,
+        *,
+        case: str,
+        at_once: int,
+        prepare: Callable[[list[str], int, Path], Any] | None = None,
+    ) -> Any:
+        key = (function, world_size)
         if key not in started:
-            others = [[value for name, value in params.items() if name != "case"] for params in selected]
-            asked = [p["case"] for p, other in zip(selected, others, strict=True) if other == [*arguments]]
-            names = list(dict.fromkeys(asked))  # several tests of a module may ask for one case
-            started[key] = CaseRows(server.start(*key, *names), names)
+            names = [params["case"] for params in selected if params.get("ranks", world_size) == world_size]
+            names = list(dict.fromkeys(names))  # several tests of a module may read one case
+            started[key] = Cases(function, world_size, names, prepare, at_once)
         return started[key].row(case)
 
     yield row
-    for rows in started.values():
-        rows.close()
+    for cases in started.values():
+        cases.close()

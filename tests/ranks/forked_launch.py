@@ -7,6 +7,7 @@ the command line that torchrun made for it.
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from glm46 import cli
-from tests.ranks.forked_ranks import end_with
+from glm46.config.run_config import RunConfig
+from glm46.operate.launch.train_rank import train
+from tests.harness import end_with
 
 EXIT_SECONDS = "TEST_EXIT_SECONDS"
 """A variable: seconds that a rank takes from the end of its command to its exit."""
@@ -77,10 +80,25 @@ def fork_launch(config: Path, log: Path, prepare: Callable[[int], None] = Forked
     return child
 
 
-def launch(*arguments: str) -> int:
-    """`python -m glm46 launch` with these arguments, in this process; its exit code."""
+def launch(*arguments: str) -> None:
+    """`python -m glm46 launch` with these arguments, in this process, which ends with its exit code."""
     fork_ranks()
-    return cli.main(["launch", *arguments])
+    sys.exit(cli.main(["launch", *arguments]))
+
+
+def preflight(*arguments: str, prepare: Callable[[int], None] = ForkedRank.prepare) -> None:
+    """`python -m glm46 preflight` on one host, in this process, which ends with its exit code.
+
+    ``prepare(rank)`` is called in each rank before its command.
+    """
+    ForkedRank.prepare = staticmethod(prepare)
+    fork_ranks()
+    sys.exit(cli.main(["preflight", *arguments]))
+
+
+def train_and_exit(config: RunConfig) -> None:
+    """Train on a rank, and end with the exit code."""
+    sys.exit(train(config))
 
 
 def fork_ranks() -> None:

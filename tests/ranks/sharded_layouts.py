@@ -1,22 +1,13 @@
-"""Compare layouts of a world size with one process; print one JSON object per layout.
+"""Layouts of several world sizes, runs of them by the engine's own step, the same in one process by a plain loop, and
+the differences."""
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/sharded_layouts.py 4 [NAME ...]
-
-Without names all layouts of this world size.
-"""
-
-import faulthandler
-import functools
 import json
 import math
-import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.mesh import Cluster, build_cluster
-from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.distributed.process import Process
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.init import fill_normal
@@ -48,7 +39,6 @@ from glm46.engine.training.network import Network, build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.requirement import SPLIT_BACKWARD_TORCH
-from glm46.run import context_keys
 from glm46.run.parameters import base_families, find_parameter, scales_name
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.huggingface.config_json import config_of
@@ -59,8 +49,7 @@ from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
 from glm46.tasks.pretrain.next_token import NextToken, count_targets, next_token_loss
 from glm46.tasks.weights.weight_folders import ModelFiles
-from tests.ranks.forked_ranks import run_cases
-from tests.small_run import model_table
+from tests.small_run import model_table, with_shape
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
 SHAPE = {
@@ -630,6 +619,17 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
     )
 
 
+def bf16_run(layout: Layout, exchange: str = "auto"):
+    """`make_config` in BF16, without clipping, so that gradients compare as they are, and with widths that `grouped_mm`
+    (multiples of 16 bytes) and DeepEP (32) take in BF16."""
+    config = with_shape(make_config(layout, layers=4), hidden_size=80, moe_intermediate_size=40)
+    # DeepEP asks for the rows of a micro-batch beforehand.
+    batch = {"global_batch_size": ROWS, "local_batch_size": ROWS // layout.micro_batches}
+    training = config.training.model_copy(update={"mixed_precision_param": "bfloat16", "max_norm": 1e9} | batch)
+    parallelism = config.parallelism.model_copy(update={"expert_exchange": exchange})
+    return config.model_copy(update={"training": training, "parallelism": parallelism})
+
+
 def micro_batches(job: Job, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
     batch = make_batch(step, job.plan.config.data.document_mask) | {"weights": make_token_weights()}
@@ -786,7 +786,6 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     }
     apart = {n: distance / final0[n].norm().item() for n, distance in last.items() if not n.endswith("bias")}
     return {
-        "name": layout.name,
         # Of the ranks: kinds of layers have one code each, so that depth adds nothing.
         "graph_breaks": max(breaks),
         "graphs": max(graphs),
@@ -804,42 +803,6 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     }
 
 
-def compare_some(layouts: list[Layout], references: dict[tuple, tuple], bases: Path) -> None:
-    """On each rank; ``references`` by `Layout.reference`; ``bases``: folder of those of `base_of`."""
-    faulthandler.enable()
-    process = join(300)
-    for layout in layouts:
-        most = 0 if layout.ring else context_keys.MOST_GATHERED_BYTES
-        compile = functools.partial(torch.compile, backend=layout.backend)
-        with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", most), mock.patch.object(torch, "compile", compile):
-            found = run_layout(process, layout, base_of(bases, layout))
-            figures = compare(layout, found, references[layout.reference])
-        if process.is_main:
-            print(json.dumps(figures), flush=True)
-    leave()
-
-
 def base_of(folder: Path, layout: Layout) -> Path | None:
     """The folder of the base of a layout that has a quantised one."""
     return folder / repr(layout.reference) if layout.base else None
-
-
-def main(world_size: int, *names: str) -> None:
-    """Compare the named layouts of this world size, or all, with one process, which is this one."""
-    torch.set_num_threads(1)
-    layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
-    kinds = {layout.reference: layout for layout in layouts.values()}
-    with tempfile.TemporaryDirectory() as folder:
-        bases = Path(folder)
-        references = {
-            kind: run_reference(make_config(layout), layout, base_of(bases, layout)) for kind, layout in kinds.items()
-        }
-
-        def work(some: list[str]) -> None:
-            compare_some([layouts[name] for name in some], references, bases)
-
-        run_cases(world_size, list(layouts), work, LAYOUTS_AT_ONCE)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])

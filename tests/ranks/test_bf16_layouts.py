@@ -2,18 +2,106 @@
 
 import math
 import re
+import sys
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.ranks.bf16_layouts import LAYOUTS
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.model.cross_entropy import token_logprobs
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize import deepep
+from glm46.compute.parallelize.plan import initialise
+from glm46.config.presets import resolve_shape
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from tests.harness import Ranks, call, in_halves
+from tests.ranks import fake_deep_ep
+from tests.ranks.sharded_layouts import (
+    OPTIONS,
+    Layout,
+    bf16_run,
+    build_job,
+    distances,
+    held,
+    loss_of_step,
+    make_batch,
+    micro_batches,
+    schedule_here,
+    squares,
+)
+
+LAYOUTS = {
+    "fsdp": Layout(), "tensor": Layout(tensor=2), "expert": Layout(experts_over=2), "context": Layout(context=2),
+    "pipeline": Layout(pipeline=2),
+    "deepep": Layout(experts_over=2),
+    "deepep, compiled, selective": Layout(experts_over=2, compiled=True, checkpointing="selective"),
+    "deepep, context, exchange again": Layout(
+        experts_over=2, context=2, checkpointing="selective", recompute=("exchange",)
+    ),
+    # Of four ranks.
+    "deepep, pipeline, full": Layout(experts_over=2, pipeline=2, checkpointing="full"),
+    "deepep, split backward": Layout(experts_over=2, pipeline=2, schedule=schedule_here("DualPipeV"), micro_batches=4),
+}  # fmt: skip
+
+
+def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of the labels and gradients of one process, in a plain forward and backward."""
+    config = bf16_run(Layout())
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(config.model))
+    model.to_empty(device="cpu")
+    initialise(model, config.debug.seed)
+    model.cast(dtype)
+    batch = make_batch(0)
+    loss_of_step(batch)(model(**batch, options=OPTIONS)).backward()
+    with torch.no_grad():
+        logprobs = model(**batch, options=OPTIONS, form=token_logprobs).logprobs
+    return logprobs, {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def measure(names: list[str], truth: dict[str, Tensor]) -> dict[str, dict]:
+    """On each rank: each layout's loss sum, and the distance of each gradient from ``truth``."""
+    process, rows = join(300), {}
+    for name in names:
+        layout = LAYOUTS[name]
+        job = build_job(bf16_run(layout, "deepep" if "deepep" in name else "auto"), process)
+        totals = count_step(job, [make_batch(0)])
+        outcome = train_step(job, micro_batches(job, 0, layout.micro_batches), totals, 0, 1.0)
+        ranks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in job.network.parameters.items()}, truth))
+        rows[name] = {"loss": outcome.main.objective["loss"].item(), "gradients": distances(ranks, truth)}
+    leave()
+    return rows
+
+
+def measure_all() -> dict[str, dict]:
+    """FP32 (its gradients are given by their norms), one process in BF16, and the layouts."""
+    logprobs, truth = one_process(torch.float32)
+    loss = -logprobs.sum().item()
+    rows = {"fp32": {"loss": loss, "gradients": {name: g.norm().item() for name, g in truth.items()}}}
+    rounded, gradients = one_process(torch.bfloat16)
+    of_tokens = torch.dist(rounded, logprobs).item()
+    apart = {name: math.dist(g.flatten().tolist(), truth[name].flatten().tolist()) for name, g in gradients.items()}
+    rows["one process"] = {"loss_of_tokens": of_tokens, "gradients": apart}
+    names = [name for name, layout in LAYOUTS.items() if layout.experts_over * layout.pipeline * layout.context <= 2]
+    others = [name for name in LAYOUTS if name not in names]
+    with mock.patch.dict(sys.modules, deep_ep=fake_deep_ep), mock.patch.object(deepep, "why_not", lambda device: None):
+        for found in in_halves((names[::2], names[1::2]), lambda half: Ranks(2, measure, half, truth).results()[0]):
+            rows |= found
+        return rows | Ranks(4, measure, others, truth).results()[0]
+
 
 ONE_TOKEN = 0.15
 LEADS_TO_EXPERTS = re.compile(r"[.]mlp[.](experts|router)[.]|[.]post_attention_layernorm[.]")
 
 
 @pytest.fixture(scope="module")
-def figures(server):
-    return {row.pop("layout"): row for row in server.rows("bf16_layouts.main")}
+def figures():
+    return call(measure_all)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import is_rank, wait_until
-from tests.ranks.interrupts import left_behind
+from tests.processes import is_rank, left_behind, wait_until
 from tests.ranks.test_hosts import kill_all, log, start, wait_for_resumes
 from tests.ranks.test_launch import end, losses, wait_for_step
 

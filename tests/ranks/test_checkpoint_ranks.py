@@ -18,6 +18,7 @@ from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError
 from glm46.storage.checkpoint import save as save_module
 from glm46.storage.checkpoint.manager import CheckpointManager
+from tests.harness import run_ranks
 
 WIDTH = 10  # not divisible by 4, so shards are uneven
 
@@ -299,17 +300,17 @@ def run_two(rank: int, folder: Path) -> None:
     assert CheckpointManager(folder / "fsdp", keep_latest_k=0).newest() == 5
 
 
-def on_rank(folder: str) -> None:
+def on_rank(folder: Path) -> None:
     """All cases of this number of ranks."""
     process = join(300)
-    {4: run_four, 2: run_two}[process.world_size](process.rank, Path(folder))
+    {4: run_four, 2: run_two}[process.world_size](process.rank, folder)
     dist.barrier()
     leave()
 
 
-def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(server, tmp_path):
+def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(tmp_path):
     for world in (4, 2):
-        server.text("test_checkpoint_ranks.on_rank", str(tmp_path), ranks=world)
+        run_ranks(on_rank, world, tmp_path)
     for name, step in (("fsdp", 4), ("fsdp", 5), ("tensor", 4), ("hybrid", 4)):
         model = reference(seed=1)
         tensors = state_of(model, rank=0)

@@ -8,6 +8,8 @@ import pytest
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
 from glm46.run.schedule import learning_rate_factor
+from tests.harness import start
+from tests.ranks.forked_launch import launch
 from tests.small_run import TINY, model_table, write_source
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -43,7 +45,7 @@ def small_phase(number: int, sources: Path, outputs: Path) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(content))
 
 
-def test_the_debug_curriculum_trains_from_end_to_end(server, tokenizer, tmp_path):
+def test_the_debug_curriculum_trains_from_end_to_end(tokenizer, tmp_path):
     for name in ("library", "packages", "headers", "prose"):
         (tmp_path / name).mkdir()
         write_source(tmp_path / name, tokenizer, documents=200, factor=8)
@@ -52,7 +54,7 @@ def test_the_debug_curriculum_trains_from_end_to_end(server, tokenizer, tmp_path
         config = small_phase(number, tmp_path, tmp_path)
         file = tmp_path / f"phase{number}.toml"
         file.write_text(dump_config(config))
-        said = server.text("forked_launch.launch", "--config", str(file), "--nproc", "auto")
+        said = start(launch, "--config", str(file), "--nproc", "auto").text()
         assert ranks in next(line for line in said.splitlines() if line.startswith("ranks ")), said
         origin = f"phase{number - 1}/checkpoint/step-" if number > 1 else "initial weights"
         assert origin in next(line for line in said.splitlines() if line.startswith("start ")), said

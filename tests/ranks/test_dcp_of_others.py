@@ -18,6 +18,7 @@ from glm46.config.presets import PRESETS
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.names import Form, HFNames
+from tests.harness import run_ranks
 
 SHAPE = PRESETS["GLM-4.6"].model_copy(update=dict(
     vocab_size=50, hidden_size=28, num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=36,
@@ -91,8 +92,8 @@ def on_rank(folder):
     leave()
 
 
-def test_what_two_ranks_saved_with_plain_dcp_is_loaded_on_two_ranks_and_on_one(server, tmp_path):
+def test_what_two_ranks_saved_with_plain_dcp_is_loaded_on_two_ranks_and_on_one(tmp_path):
     for world in (2, 1):
-        server.text("test_dcp_of_others.on_rank", str(tmp_path), ranks=world)
+        run_ranks(on_rank, world, tmp_path)
     names = {path.name for path in (tmp_path / "theirs").iterdir()}
     assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}

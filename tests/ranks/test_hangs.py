@@ -1,22 +1,176 @@
 """A hung rank is found in time and named with its operation, every rank's stacks are kept, and the run ends."""
 
 import json
+import os
 import re
+import signal
 import socket
+import statistics
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from glm46.engine.reliability import watchdog
 from glm46.engine.reliability.hang_report import find_culprits
-from tests.processes import HANG_SECONDS
-from tests.ranks.hangs import VICTIMS
+from glm46.engine.training import loop
+from glm46.operate.launch.train_rank import train
+from glm46.storage.checkpoint import save
+from glm46.tasks.pretrain.data_stream import DataStream
+from tests.harness import Ranks, call, start, this_rank
+from tests.processes import HANG_SECONDS, is_alive, wait_until
+from tests.ranks.forked_launch import train_and_exit
+from tests.small_run import small_config
+
+HANGS = {
+    "asleep": lambda: time.sleep(1000),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    # Years of backtracking without giving the interpreter back; unlike a C sleep, no signal ends it.
+    "blocked": lambda: re.match("(a+)+$", "a" * 60 + "b"),
+    # A collective that the other rank never comes to: it waits in another.
+    "deadlocked": lambda: dist.all_reduce(torch.ones(1), group=_GROUPS[0]),
+}
+_GROUPS: list[dist.ProcessGroup] = []
+SILENT_STEP = 30  # after the steps that are timed
 
 
-def test_a_hung_rank_is_found_named_and_ended(server):
-    (hampered,) = server.rows("hangs.main", "hampered")  # alone: it compares times of ranks
-    names, said = ("cut off", *VICTIMS), {}
-    for some in zip(names[::2], names[1::2], strict=True):  # these wait most of the time; more at once slow their steps
-        started = {case: server.start("hangs.main", case) for case in some}
-        said |= {case: (one.wait(), one.output.read_text()) for case, one in started.items()}
-    assert [code for code, _ in said.values()] == [0] * len(said), said
-    cut_off, *rows = (json.loads(text.splitlines()[-1]) for _, text in said.values())
+FATAL_SAVE = 20
+SLOW_FROM, LAST_STEP = 60, 110
+
+
+def train_hampered(config, moment: Path) -> None:
+    """On each rank: the writer thread of rank 1 raises SystemExit in one save; later rank 0 is slowed in every step."""
+    rank = this_rank()
+    step, train_step, write = 0, loop.train_step, save.write_tensors
+    times = deque[float](maxlen=20)
+
+    def counted(*arguments):
+        nonlocal step
+        step += 1
+        if rank == 0 and step >= SLOW_FROM:
+            # Much, because other work may share the cores, and more if they become slower.
+            time.sleep(max(3 * statistics.median(times), 0.1))
+        began = time.perf_counter()
+        outcome = train_step(*arguments)
+        times.append(time.perf_counter() - began)
+        return outcome
+
+    def write_tensors(folder: Path, *arguments):
+        if rank == 1 and folder.name == f"step-{FATAL_SAVE:06d}.tmp":
+            moment.write_text(str(step))
+            raise SystemExit(3)
+        return write(folder, *arguments)
+
+    loop.train_step, save.write_tensors = counted, write_tensors
+    sys.exit(train(config))
+
+
+def run_hampered(base: Path, source: Path) -> dict:
+    folder, moment = base / "hampered", base / "moment-hampered"
+    config = small_config(source, folder, training={"steps": LAST_STEP}, checkpoint={"interval": 20})
+    ranks = Ranks(2, train_hampered, config, moment)
+    codes = ranks.wait()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "codes": codes,
+        "raised_in_step": int(moment.read_text()),
+        "saved": sorted(int(path.name[5:]) for path in (folder / "checkpoint").glob("step-*")),
+        "failed_saves": [row["failed_saves"] for row in rows],
+        "slowest": [(row["slowest_rank"], row["slowest_rank_ratio"]) for row in rows if "slowest_rank" in row],
+        "log": (folder / "log.txt").read_text(),
+        "said": ranks.text(),
+    }
+
+
+def run_cut_off(base: Path, source: Path) -> dict:
+    """Two ranks whose store, which lives in this process, stops to answer, as that of a node behind a cut network."""
+    folder = base / "cut-off"
+    config = small_config(
+        source, folder, training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 5.0}
+    )
+    watchdog._STORE_SECONDS = 5.0
+    ranks = Ranks(2, train_and_exit, config)
+    watchdog._STORE_SECONDS = 30.0
+    wait_until((folder / "metrics.jsonl").exists)
+    began, server = time.monotonic(), os.getpid()
+    helper = os.fork()
+    if helper == 0:
+        os.kill(server, signal.SIGSTOP)
+        with suppress(AssertionError):
+            wait_until(lambda: not any(map(is_alive, ranks.pids)))
+        os.kill(server, signal.SIGCONT)
+        os._exit(0)
+    os.waitpid(helper, 0)
+    return {
+        "codes": ranks.wait(),
+        "seconds": time.monotonic() - began,
+        "said": ranks.text(),
+    }
+
+
+def train_until_hang(config, hang: str, victim: int, moment: Path) -> None:
+    """On each rank."""
+    rank = this_rank()
+    step, original = 0, loop.train_step
+
+    def train_step(*arguments):
+        nonlocal step
+        step += 1
+        if step == 1:
+            _GROUPS[:] = [dist.new_group(backend="gloo")]
+        if step == SILENT_STEP and rank == victim and hang != "no text":
+            moment.write_text(str(time.monotonic()))
+            HANGS[hang]()
+        return original(*arguments)
+
+    def next_batches(stream, *arguments):
+        if step == SILENT_STEP - 1 and rank == victim and hang == "no text":
+            moment.write_text(str(time.monotonic()))
+            time.sleep(1000)
+        return read(stream, *arguments)
+
+    read = DataStream.next
+    loop.train_step, DataStream.next = train_step, next_batches
+    sys.exit(train(config))
+
+
+VICTIMS = {"asleep": 1, "stopped": 0, "blocked": 1, "no text": 0, "deadlocked": 1}
+"""The rank that hangs."""
+
+
+def run_hang(base: Path, source: Path, hang: str) -> dict:
+    folder, moment, victim = base / hang, base / f"moment-{hang}", VICTIMS[hang]
+    config = small_config(
+        source, folder, training={"steps": 1000}, checkpoint={"enable": False}, comm={"hang_seconds": 5.0}
+    )
+    ranks = Ranks(2, train_until_hang, config, hang, victim, moment)
+    codes = ranks.wait()
+    times = [json.loads(line)["step_seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "hang": hang,
+        "victim": victim,
+        "codes": codes,
+        "seconds": time.monotonic() - float(moment.read_text()),
+        "found_seconds": (folder / "hang" / f"stacks-rank{1 - victim}.txt").stat().st_mtime - moment.stat().st_mtime,
+        "slowest_step": max(times[2:]),
+        "said": ranks.text(),
+        "files": {path.name: path.stat().st_size for path in (folder / "hang").iterdir()},
+        "stacks": (folder / "hang" / f"stacks-rank{victim}.txt").read_text(),
+    }
+
+
+def test_a_hung_rank_is_found_named_and_ended(source_folder, tmp_path):
+    folders = tmp_path, source_folder
+    hampered = call(run_hampered, *folders)  # alone: it compares times of ranks
+    calls = [(run_cut_off, *folders), *((run_hang, *folders, hang) for hang in VICTIMS)]
+    found = []
+    for pair in zip(calls[::2], calls[1::2], strict=True):  # these wait most of the time; more at once slow their steps
+        found += [program.result() for program in [start(*arguments) for arguments in pair]]
+    cut_off, *rows = found
     host = socket.gethostname()
     # The store's host does not answer while the ranks run: each ends on its own.
     # The one that ends first breaks the connection of the other, which ends by that error with the same code.

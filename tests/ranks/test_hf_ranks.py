@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from glm46.storage.huggingface.merge_adapter import merge_adapter
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.storage.huggingface.peft_import import import_adapter
+from tests.harness import run_ranks
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
@@ -373,18 +375,16 @@ def faults_reach_every_rank(folder: Path) -> None:
     assert not list(folder.glob("broken*"))
 
 
-def on_rank(part: str, folder: str, *arguments: int) -> None:
+def on_rank(part: Callable[..., None], folder: Path, *arguments: int) -> None:
     """One of the functions above."""
     join(300)
-    parts = {"round trips": round_trips, "other kinds": other_kinds, "faults": faults_reach_every_rank}
-    parts |= {"adapters": adapters_round_trip, "merge": merge_on_all_ranks}
-    parts[part](Path(folder), *arguments)
+    part(folder, *arguments)
     leave()
 
 
-def test_every_mesh_writes_and_reads_the_same_adapters_and_merges_them(server, tmp_path):
-    for part in ("adapters", "merge"):
-        server.text("test_hf_ranks.on_rank", part, str(tmp_path), ranks=WORLD)
+def test_every_mesh_writes_and_reads_the_same_adapters_and_merges_them(tmp_path):
+    for part in (adapters_round_trip, merge_on_all_ranks):
+        run_ranks(on_rank, WORLD, part, tmp_path)
     files = sorted(tmp_path.glob("adapter*/adapter_model.safetensors"))
     written = {number: safetensors.torch.load_file(file) for number, file in enumerate(files)}
     assert len(written) == len(FOR_ADAPTERS)
@@ -400,11 +400,12 @@ def test_every_mesh_writes_and_reads_the_same_adapters_and_merges_them(server, t
             assert file.read_bytes() == (tmp_path / "merged" / file.name).read_bytes(), file.name
 
 
-def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):
+def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
     GLM_45.publish(tmp_path / "published", GLM_45.published())
-    parts = [("round trips", str(tmp_path), first) for first in range(0, len(MESHES), MESHES_AT_ONCE)]
-    for arguments in (*parts, ("other kinds", str(tmp_path)), ("faults", str(tmp_path))):
-        server.text("test_hf_ranks.on_rank", *arguments, ranks=WORLD)
+    for first in range(0, len(MESHES), MESHES_AT_ONCE):
+        run_ranks(on_rank, WORLD, round_trips, tmp_path, first)
+    for part in (other_kinds, faults_reach_every_rank):
+        run_ranks(on_rank, WORLD, part, tmp_path)
     assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 25
     for name, kind in {"out": GLM_45, **OTHERS}.items():
         exports = sorted(tmp_path.glob(f"{name}?*"))

@@ -15,8 +15,7 @@ import pytest
 from glm46.config.loader import dump_config
 from glm46.operate.launch.environment import unfit_packages
 from tests.fake_ssh import UNREACHABLE, write_ssh
-from tests.processes import free_port, is_rank, wait_until
-from tests.ranks.interrupts import MARK, left_behind
+from tests.processes import MARK, free_port, is_rank, left_behind, wait_until
 from tests.ranks.test_launch import RESUMED, ROOT, end, losses, wait_for_step
 
 

@@ -15,9 +15,10 @@ import pytest
 from glm46.config.loader import dump_config
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.integrity import published_steps
+from tests.harness import Program
+from tests.harness import start as start_program
 from tests.processes import children_of, free_port, is_alive, is_rank, wait_until
-from tests.ranks.forked_launch import EXIT_SECONDS
-from tests.ranks.server import Forked, Server
+from tests.ranks.forked_launch import EXIT_SECONDS, launch
 from tests.small_run import small_config
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +29,13 @@ RESUMED = r"resumed after step (\d+)\D"
 class Start:
     """How the launcher is started: as a command, or, without its seconds of imports, by fork."""
 
-    def __init__(self, server: Server, folder: Path):
-        self._server, self._folder = server, folder
+    def __init__(self, folder: Path):
+        self._folder = folder
 
-    def by_fork(self, config, *options: str, environment=(), **keys) -> Forked:
+    def by_fork(self, config, *options: str, environment=(), **keys) -> Program:
         """What `as_command` does, from a process that has all imported."""
         arguments = self._arguments(config, options, keys)
-        return self._server.start("forked_launch.launch", *arguments, environment=dict(environment))
+        return start_program(launch, *arguments, environment=dict(environment))
 
     def as_command(self, config, *options: str, path_first: str = "", **keys) -> subprocess.Popen:
         """`python -m glm46 launch` on two processes, in a process group of its own, as a shell would start it."""
@@ -60,11 +61,11 @@ class Start:
 
 
 @pytest.fixture
-def start(server, tmp_path) -> Start:
-    return Start(server, tmp_path)
+def start(tmp_path) -> Start:
+    return Start(tmp_path)
 
 
-def end(process: Forked | subprocess.Popen) -> str:
+def end(process: Program | subprocess.Popen) -> str:
     """What it has said, once it is through."""
     process.wait()
     return process.output.read_text()
@@ -80,7 +81,7 @@ def losses(config) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in whole_rows(config) if "loss" in row]
 
 
-def wait_for_step(config, step: int, process: Forked | subprocess.Popen) -> None:
+def wait_for_step(config, step: int, process: Program | subprocess.Popen) -> None:
     def has_step() -> bool:
         assert process.poll() is None, process.output.read_text()
         return any(row["step"] >= step for row in whole_rows(config))

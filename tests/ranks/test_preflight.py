@@ -1,16 +1,47 @@
 """`preflight` on two hosts of one rank each, both of which are this machine, and ranks that fail."""
 
 import json
+import time
 from pathlib import Path
 
+from glm46.compute.distributed.process import Process
 from glm46.config.loader import dump_config
+from glm46.operate.cluster import rank as rank_module
 from glm46.operate.cluster.results import FAIL, PASS, Result
-from tests.processes import free_port
+from glm46.run.plan import Plan
+from tests.harness import start
+from tests.processes import PROGRAM_SECONDS, free_port
+from tests.ranks.forked_launch import preflight
 
 
-def start(server, port: str, node: int, *argv: str, **variables: str):
+def preflight_with_broken_rank(*argv: str) -> None:
+    """As `preflight`; rank 1 raises in the small steps, after it has joined the collectives before them."""
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            rank_module.small_steps = _unfinished
+
+    preflight(*argv, prepare=prepare)
+
+
+def _unfinished(plan: Plan, process: Process) -> list[Result]:
+    raise NotImplementedError("uneven shards")
+
+
+def preflight_with_rank_that_waits(*argv: str) -> None:
+    """As `preflight`; rank 1 does not come to the end of its products, and the others wait for it for some seconds."""
+
+    def prepare(rank: int) -> None:
+        rank_module._WAIT_SECONDS = {False: 3.0}
+        if rank == 1:
+            rank_module.products = lambda group: time.sleep(PROGRAM_SECONDS)
+
+    preflight(*argv, prepare=prepare)
+
+
+def start_node(port: str, node: int, *argv: str, **variables: str):
     environment = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
-    return server.start("preflights.preflight", "--nproc", "1", *argv, environment=environment)
+    return start(preflight, "--nproc", "1", *argv, environment=environment)
 
 
 def results(output: Path, file: Path) -> dict[str, Result]:
@@ -19,12 +50,12 @@ def results(output: Path, file: Path) -> dict[str, Result]:
     return {row["check"]: Result(**row) for row in json.loads(file.read_text())["results"]}
 
 
-def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, tmp_path):
+def test_two_hosts_meet_and_the_one_with_a_fault_is_named(make_config, tmp_path):
     config = make_config(checkpoint={"interval": 2})
     (tmp_path / "run.toml").write_text(dump_config(config))
     port = str(free_port(behind=9))
     options = ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json"))
-    first, second = start(server, port, 0, *options), start(server, port, 1, *options, NCCL_ALGO="Tree")
+    first, second = start_node(port, 0, *options), start_node(port, 1, *options, NCCL_ALGO="Tree")
     assert [first.wait(), second.wait()] == [1, 1], first.output.read_text()
     rows = [Result(**row) for row in json.loads((tmp_path / "found.json").read_text())["results"]]
     # Other work on this machine may be a warning, and is no failure.
@@ -40,10 +71,10 @@ def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, t
     assert list(tmp_path.glob(".preflight*")) == []
 
 
-def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_checked(server, make_config, tmp_path):
+def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_checked(make_config, tmp_path):
     (tmp_path / "run.toml").write_text(dump_config(make_config()))
     options = ["--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json")]
-    started = server.start("preflights.preflight", "--nproc", "3", *options)
+    started = start(preflight, "--nproc", "3", *options)
     assert started.wait() == 1
     found = results(started.output, tmp_path / "found.json")
     assert found["layout"].verdict == FAIL and "4 experts of a layer sharded over 3 ranks" in found["layout"].value
@@ -51,20 +82,20 @@ def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_check
     assert small.verdict == PASS and small.value.endswith("ranks: 3 = replicate 3")
 
 
-def test_the_error_of_a_rank_is_a_result_beside_what_was_found_before(server, tmp_path):
+def test_the_error_of_a_rank_is_a_result_beside_what_was_found_before(tmp_path):
     options = ["--nproc", "2", "--json", str(tmp_path / "found.json")]
-    started = server.start("preflights.preflight_with_broken_rank", *options)
+    started = start(preflight_with_broken_rank, *options)
     assert started.wait() == 1
     found = results(started.output, tmp_path / "found.json")
     assert found["ranks"].verdict == FAIL and "ended with exit code 1" in found["ranks"].value
     assert found["product sums"].verdict == found["all-to-all sums"].verdict == PASS
-    message = "error: rank 1 in small steps: NotImplementedError: uneven shards (preflights.py, line "
+    message = "error: rank 1 in small steps: NotImplementedError: uneven shards (test_preflight.py, line "
     assert message in started.output.read_text()
 
 
-def test_the_rank_that_the_others_wait_for_is_named(server, tmp_path):
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path):
     options = ["--nproc", "2", "--json", str(tmp_path / "found.json")]
-    started = server.start("preflights.preflight_with_rank_that_waits", *options)
+    started = start(preflight_with_rank_that_waits, *options)
     assert started.wait() == 1
     found = results(started.output, tmp_path / "found.json")
     assert found["products"].verdict == FAIL and "Ranks 1 failed to pass monitoredBarrier" in found["products"].value

@@ -1,17 +1,32 @@
 """Every layout, with every pipeline schedule, computes what one process does: loss, gradients, counts, steps."""
 
+import functools
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain, combinations
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from glm46.compute.distributed.process import join, leave
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.operate.estimate.requirement import INTEGERS_TORCH, SPLIT_BACKWARD_TORCH
-from tests.ranks.server import differences
-from tests.ranks.sharded_layouts import LAYOUTS, Layout
+from glm46.run import context_keys
+from tests.harness import differences
+from tests.ranks.sharded_layouts import (
+    LAYOUTS,
+    LAYOUTS_AT_ONCE,
+    Layout,
+    base_of,
+    compare,
+    make_config,
+    run_layout,
+    run_reference,
+)
 
 SPLIT_BACKWARD = pytest.mark.skipif(
     TorchVersion(torch.__version__) < SPLIT_BACKWARD_TORCH, reason="the launcher refuses this schedule on this torch"
@@ -85,6 +100,26 @@ def combinations_of(ranks: int, layout: Layout) -> set[tuple]:
     return {some for size in (1, 2) for some in combinations(values.items(), size)} | {*combinations(chosen, 3)}
 
 
+def references(names: list[str], ranks: int, folder: Path) -> tuple[dict[tuple, tuple], Path]:
+    """What one process computes, by `Layout.reference`, and a folder of quantised bases."""
+    kinds = {layout.reference: layout for layout in (LAYOUTS[ranks][name] for name in names)}
+    found = {kind: run_reference(make_config(kinds[kind]), kinds[kind], base_of(folder, kinds[kind])) for kind in kinds}
+    return found, folder
+
+
+def compare_layouts(names: list[str], shared: tuple[dict[tuple, tuple], Path]) -> Iterator[dict]:
+    """On each rank."""
+    process, (expected, bases) = join(300), shared
+    for name in names:
+        layout = LAYOUTS[process.world_size][name]
+        most = 0 if layout.ring else context_keys.MOST_GATHERED_BYTES
+        compile = functools.partial(torch.compile, backend=layout.backend)
+        with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", most), mock.patch.object(torch, "compile", compile):
+            found = run_layout(process, layout, base_of(bases, layout))
+            yield compare(layout, found, expected[layout.reference])
+    leave()
+
+
 def test_each_layout_proves_what_no_other_one_does():
     assert {ranks: len(layouts) for ranks, layouts in LAYOUTS.items()} == {1: 7, 2: 68, 4: 37, 8: 15}  # names differ
     proven = {
@@ -109,7 +144,7 @@ def layout_case(ranks: int, name: str, layout: Layout):
     ("ranks", "case"), [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()]
 )
 def test_a_layout_equals_one_process(case_row, ranks, case):
-    row = case_row("sharded_layouts.main", ranks, case=case)
+    row = case_row(compare_layouts, ranks, case=case, prepare=references, at_once=LAYOUTS_AT_ONCE)
     assert not row["initial_weights_different"]
     assert not row["steps_of_different_counts"]  # tokens per expert
     assert differences(row, BOUNDS) == []

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 
-from glm46.config.run_config import RunConfig
-from glm46.operate.launch.train_rank import train
+from tests.harness import run_ranks
+from tests.ranks.forked_launch import train_and_exit
 from tests.small_run import small_config
 
 BOUND = 1e-6
@@ -23,14 +22,8 @@ LAYOUTS = {
 """Number of ranks and degrees."""
 
 
-def on_rank(config: str) -> int:
-    """Train one step, on one rank of several or alone."""
-    torch.set_num_threads(1)
-    return train(RunConfig.model_validate_json(config))
-
-
 @pytest.fixture(scope="module")
-def first_loss(server, source_folder, tmp_path_factory):
+def first_loss(source_folder, tmp_path_factory):
     """A function that trains one step on a layout and returns the validation loss of step 0.
 
     The weights of this row are the initial ones, which are equal on every layout.
@@ -47,7 +40,7 @@ def first_loss(server, source_folder, tmp_path_factory):
             checkpoint={"enable": False},
             model={"num_key_value_heads": 2},
         )
-        server.text("test_validation_layouts.on_rank", config.model_dump_json(exclude_unset=True), ranks=ranks)
+        run_ranks(train_and_exit, ranks, config)
         with (folder / "metrics.jsonl").open() as rows:
             row = json.loads(next(rows))
         assert row["step"] == 0

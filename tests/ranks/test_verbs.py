@@ -1,6 +1,7 @@
 """`generate` and `evaluate` on several ranks print what one process prints."""
 
 import json
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -9,7 +10,14 @@ import pytest
 
 from glm46.cli import main
 from glm46.operate.launch.train_rank import train
+from tests.harness import run_ranks, start
 from tests.small_run import small_config
+
+
+def verb(*argv: str) -> None:
+    """On each rank."""
+    sys.exit(main(argv))
+
 
 GENERATE = ["generate", "--prompt", "def", "--prompt", "class A", "--prompt", "def function", "--max-new-tokens", "20",
             "--temperature", "0.9", "--speculative"]  # fmt: skip
@@ -47,7 +55,7 @@ def columns(folder: Path) -> dict[str, float]:
     return {name: value for result in found.values() for name, value in result["columns"].items()}
 
 
-def test_text_and_figures_do_not_depend_on_the_ranks(server, folders, tmp_path):
+def test_text_and_figures_do_not_depend_on_the_ranks(folders, tmp_path):
     step, exported = folders
     text = printed(*GENERATE, "--model", exported)
     evaluate = [*EVALUATE, "--checkpoint", step, "--output"]
@@ -55,25 +63,23 @@ def test_text_and_figures_do_not_depend_on_the_ranks(server, folders, tmp_path):
     wanted = columns(tmp_path / "one")
     for name, degrees in LAYOUTS.items():
         output = tmp_path / name
-        beside = server.start("verbs.verb", *evaluate, str(output), *degrees, ranks=2)
-        said = server.text("verbs.verb", *GENERATE, "--model", exported, *degrees, ranks=2)
+        beside = start(verb, *evaluate, str(output), *degrees, ranks=2)
+        said = start(verb, *GENERATE, "--model", exported, *degrees, ranks=2).text()
         assert " ".join(text.split()) in " ".join(said.split()), name  # a text may hold ends of lines of any kind
         beside.text()
         # FP32 sums in another order.
         assert columns(output) == pytest.approx(wanted, rel=1e-5), name
 
 
-def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
-    started = server.start(
-        "verbs.verb", *GENERATE, "--model", folders[1], "--expert-parallel-degree", "4", ranks=2
-    )  # fmt: skip
+def test_a_degree_that_does_not_fit_is_refused_once(folders):
+    started = start(verb, *GENERATE, "--model", folders[1], "--expert-parallel-degree", "4", ranks=2)
     started.wait()
     said = started.output.read_text()
     assert "exit codes [2, 2]" in said
     assert said.count("--expert-parallel-degree 4") == 1 and "2 processes" in said and "; take 2" in said
 
 
-def test_answers_to_lm_eval_do_not_depend_on_the_ranks(server, folders, tmp_path):
+def test_answers_to_lm_eval_do_not_depend_on_the_ranks(folders, tmp_path):
     pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
     tasks = ["evaluate", "--model", folders[1], "--limit", "6", "--task-folder", str(TASK_FOLDER)]
     tasks += ["--tasks", "next_line,documentation,rest_of_line"]
@@ -81,7 +87,7 @@ def test_answers_to_lm_eval_do_not_depend_on_the_ranks(server, folders, tmp_path
     wanted = json.loads((tmp_path / "one" / "evaluation.json").read_text())["rows"]
     for name, degrees in FOUR_RANKS.items():
         output = tmp_path / name
-        server.text("verbs.verb", *tasks, "--output", str(output), *degrees, ranks=4)
+        run_ranks(verb, 4, *tasks, "--output", str(output), *degrees)
         found = json.loads((output / "evaluation.json").read_text())["rows"]
         assert found.keys() == wanted.keys() and len(found) >= 6 * (4 + 1 + 1), name
         for key, row in wanted.items():

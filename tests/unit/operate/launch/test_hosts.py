@@ -29,8 +29,7 @@ from glm46.operate.launch.ssh_hosts import (
 )
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
 from tests.fake_ssh import UNREACHABLE, write_ssh
-from tests.processes import HANG_SECONDS, wait_until
-from tests.ranks.interrupts import MARK, left_behind
+from tests.processes import HANG_SECONDS, MARK, left_behind, wait_until
 
 HOSTS = [Host(1, "one"), Host(2, "two", "me")]
 TIMES = StartTimes("the command")

@@ -28,8 +28,8 @@ from glm46.tasks.rl import journal, loop, rollouts
 from glm46.tasks.rl.journal import read_rollout, removable
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.rollout import local
-from tests.ranks.training_kills import contents
 from tests.small_run import terminal
+from tests.step_tensors import tensor_hashes
 
 
 def rows(config) -> list[dict]:
@@ -56,7 +56,7 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
     assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
     torch.seed()
     assert train(stopped) == 0 and len(generated) == 3
-    assert contents(stopped, 3) == contents(whole, 3)
+    assert tensor_hashes(stopped.checkpoint_folder, 3) == tensor_hashes(whole.checkpoint_folder, 3)
 
 
 @pytest.mark.slow
@@ -97,7 +97,8 @@ def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from
             },
         )  # fmt: skip
         assert train(config) == 0
-        found[weight], learned[weight] = contents(config, 12), [row.get("mtp_loss") for row in rows(config)]
+        found[weight] = tensor_hashes(config.checkpoint_folder, 12)
+        learned[weight] = [row.get("mtp_loss") for row in rows(config)]
     assert set(learned[0.0]) == {None}, "nothing is computed with the weight 0"
     losses = [loss for loss in learned[0.3] if loss is not None]
     assert losses[0] > losses[-1] + 0.5 and losses[0] < 7

@@ -11,7 +11,7 @@ from glm46.cli import main
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.operate.launch.train_rank import train
 from tests.processes import free_port
-from tests.ranks.training_kills import contents
+from tests.step_tensors import tensor_hashes
 from tests.unit.tasks.rl.rollout.policy_server import PolicyServer
 
 
@@ -44,7 +44,7 @@ def test_policy_with_a_quantised_base_generates_and_trains_as_the_converted_one(
         adapter = {"name": "lora", "rank": 4, "base_dtype": dtype}
         config = make_run(str(dtype), 2, checkpoint=start, adapter=adapter, optimizer={"lr": 0.05}, **tables)
         assert train(config) == 0
-        weights[dtype] = contents(config, 2)
+        weights[dtype] = tensor_hashes(config.checkpoint_folder, 2)
         lines = Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()
         mismatch += [row["mismatch_kl"] for row in map(json.loads, lines) if "loss" in row]
     # No folder holds NF4: there the base of the other run is the weights before they were quantised.
