@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from glm46.config.errors import UserError  # noqa: E402
 from glm46.operate.launch.hostfile import Host, read_hostfile  # noqa: E402
-from glm46.operate.launch.ssh_hosts import CONNECTIONS, HostAnswer, run_on_hosts  # noqa: E402
+from glm46.operate.launch.ssh_hosts import CLIENTS, HostAnswer, run_on_hosts  # noqa: E402
 from glm46.storage.checkpoint.gathering import (  # noqa: E402
     NodePart,
     copy_part,
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hostfile", type=Path, help="one host a line; absent: this node only")
     parser.add_argument("--step", type=int, help="the step to gather; absent: the newest that is whole")
     parser.add_argument("--keep-local", action="store_true", help="do not remove the local copies")
-    parser.add_argument("--connect", choices=CONNECTIONS, default="ssh", help="client that runs commands on hosts")
+    parser.add_argument("--connect", choices=CLIENTS, default="ssh", help="client that runs commands on hosts")
     parser.add_argument("--node-phase", choices=["list", "copy", "remove"], help=argparse.SUPPRESS)
     parser.add_argument("--save", help=argparse.SUPPRESS)
     return parser

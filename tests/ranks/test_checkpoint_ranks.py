@@ -139,7 +139,7 @@ def one_rank_fails(folder: Path, rank: int) -> None:
     assert (
         isinstance(error, CheckpointError)
         and len(error.faults) == 4
-        and "rank 0, writing meta as JSON: TypeError" in str(error)
+        and "rank 0, encoding meta as JSON: TypeError" in str(error)
     )
     assert manager.newest() == 1
     dist.barrier()

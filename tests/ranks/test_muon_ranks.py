@@ -209,7 +209,7 @@ def run_case(case: Case, mesh: DeviceMesh, dtype: torch.dtype, expected: list[Te
     matrix_bytes = sum(torch.Size(shape).numel() for shape in case.shapes) * dtype.itemsize
     owned = sum(2 * unit.shape[0] * unit.shape[1] - 2 * unit.size(unit.owner) for b in plan.buckets for unit in b.units)
     others = sum(len(b.units) for b in plan.buckets)
-    holders = sum(task.matrices[1] - task.matrices[0] for task in plan.local)
+    holders = sum(task.matrix_count for task in plan.local)
     return {
         "case": case.name,
         "error": worst_error(parameters, expected, case, mesh),

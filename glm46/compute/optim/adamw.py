@@ -8,6 +8,7 @@ meshes share one fused kernel. The saved states are DTensors like the parameters
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,10 @@ MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 OFFLOADED_ITEM_BYTES = 64 << 20
 
 
+_Moments = tuple[State, State]
+"""This rank's parts of the first and the second moment."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """Parameter with this rank's part of it, its step count and this rank's parts of its moments."""
@@ -43,16 +48,23 @@ class _Entry:
     parameter: Tensor
     part: Tensor
     step: Tensor
-    moments: tuple[State, State]
+    moments: _Moments
     numbers: EntryNumbers | None
     """Numbers for stochastic rounding; None for torch's kernel, which does not round."""
+
+
+class _Due(NamedTuple):
+    """An entry with a gradient, and its moments on the device."""
+
+    entry: _Entry
+    gradient: Tensor
+    moments: _Moments
 
 
 class AdamW:
     """AdamW over this rank's parts, with ``param_groups``, ``state`` and ``step`` as in torch.
 
-    All states exist from the start. ``updates`` of a group is the number of its next update; the random bits of
-    stochastic rounding depend on it.
+    All states exist from the start. ``updates`` of a group counts its updates; it seeds stochastic rounding.
     """
 
     def __init__(
@@ -71,7 +83,7 @@ class AdamW:
         dtype: StateType = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
         # torch's kernel needs states of the parameter's dtype.
-        self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
+        self._uses_fused_kernel = all(part.dtype == dtype == torch.float32 for part in parts)
         entries = [
             self._entry(name, parameter, part, dtype) for (name, parameter), part in zip(parameters, parts, strict=True)
         ]
@@ -93,14 +105,14 @@ class AdamW:
 
     def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: StateType) -> _Entry:
         # The fused kernel counts on the device, the plain update on the host.
-        step = torch.zeros((), dtype=torch.float32, device=part.device if self._is_torch else "cpu")
+        step = torch.zeros((), dtype=torch.float32, device=part.device if self._uses_fused_kernel else "cpu")
         self.state[parameter] = {"step": step}
         moments = []
         for key, signed in MOMENTS:
             tensors = make_state(name, parameter, dtype, signed, zeros_at(self._place))
             self.state[parameter] |= {f"{key}{suffix}": tensor for suffix, tensor in tensors.items()}
             moments.append(local_state(tensors, signed))
-        numbers = None if self._is_torch else entry_numbers(name, parameter)
+        numbers = None if self._uses_fused_kernel else entry_numbers(name, parameter)
         return _Entry(parameter, part, step, (moments[0], moments[1]), numbers)
 
     def _chunks(self, entries: list[_Entry]) -> list[list[_Entry]]:
@@ -130,34 +142,38 @@ class AdamW:
         self._moments.begin()
         for group, item in self._items:
             with self._moments.take() as states:
-                present = []
+                due = []
                 # The states of an item alternate: the first and the second moment of each entry.
                 pairs = zip(states[::2], states[1::2], strict=True)
                 for entry, moments in zip(item, pairs, strict=True):
                     gradient = local_gradient(entry.parameter)
                     if gradient is not None:
-                        present.append((entry, gradient, moments))
-                if self._is_torch:
-                    self._update_by_torch(present, group)
+                        due.append(_Due(entry, gradient, moments))
+                if self._uses_fused_kernel:
+                    self._update_by_torch(due, group)
                 else:
-                    for entry, gradient, moments in present:
+                    for entry, gradient, moments in due:
                         self._update_entry(entry, gradient, moments, group)
         self._moments.end()
         for group in self.param_groups:
             group["updates"] += 1
 
-    def _update_by_torch(self, present: list[tuple[_Entry, Tensor, tuple[State, State]]], group: dict) -> None:
+    def _update_by_torch(self, due: list[_Due], group: dict) -> None:
         """Update FP32 parameters with FP32 states by torch's fused kernel."""
-        averages = [average for *_, (average, _) in present if isinstance(average, Tensor)]
-        squares = [square for *_, (_, square) in present if isinstance(square, Tensor)]
+        averages = []
+        squares = []
+        for _, _, (average, square) in due:
+            assert isinstance(average, Tensor) and isinstance(square, Tensor), "FP32 states are not quantised"
+            averages.append(average)
+            squares.append(square)
         config = self._config
         adamw(
-            [entry.part for entry, *_ in present],
-            [gradient for _, gradient, _ in present],
+            [entry.part for entry, _, _ in due],
+            [gradient for _, gradient, _ in due],
             averages,
             squares,
-            [],
-            [entry.step for entry, *_ in present],
+            [],  # no maximum of squares, see `amsgrad`
+            [entry.step for entry, _, _ in due],
             fused=True,
             amsgrad=False,
             beta1=config.beta1,
@@ -168,7 +184,7 @@ class AdamW:
             maximize=False,
         )
 
-    def _update_entry(self, entry: _Entry, gradient: Tensor, moments: tuple[State, State], group: dict) -> None:
+    def _update_entry(self, entry: _Entry, gradient: Tensor, moments: _Moments, group: dict) -> None:
         """Update a parameter and its moments, some rows at a time."""
         assert entry.numbers is not None
         entry.step.add_(1)
@@ -182,7 +198,7 @@ class AdamW:
         self,
         part: Tensor,
         gradient: Tensor,
-        moments: tuple[State, State],
+        moments: _Moments,
         numbers: EntryNumbers,
         step: int,
         group: dict,

@@ -1,13 +1,16 @@
 """Muon for matrices and batches of matrices, plain or DTensor, with exactly the same update on every mesh.
 
 This file creates options, states, groups and the plan, once. `compute/optim/muon_step.py` runs a step with them.
+`compute/optim/optimizers.py` makes the optimizer of a network.
 """
 
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from glm46.compute.optim.compact_state import StateType, local_state, make_state
 from glm46.compute.optim.muon_exchange import make_groups
@@ -19,6 +22,9 @@ from glm46.compute.optim.state_file import StateFile
 from glm46.compute.optim.state_offload import StatePlace, zeros_at
 from glm46.run.flops import newton_schulz_flops
 
+_LayoutKey = tuple[torch.Size, tuple[DeviceMesh, tuple[Placement, ...]] | None]
+"""Shape of a parameter; mesh and placements of a DTensor."""
+
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised by Newton-Schulz, as the update of each weight matrix.
@@ -28,9 +34,8 @@ class Muon(torch.optim.Optimizer):
             or, with more dimensions, a batch of matrices; plain or DTensor, on a CPU or a GPU. A group may override
             ``lr``, ``momentum``, ``weight_decay`` and ``adjust_lr``, which may change between steps, and may hold
             ``row_blocks``: the rows of the matrices that its tensors fuse along their second to last
-            dimension (gate and up, or heads); each is orthogonalised separately. ``updates`` of a group is the number
-            of its next update; parameters and momenta in fewer bits than FP32 are rounded by random bits that depend on
-            it.
+            dimension (gate and up, or heads); each is orthogonalised separately. ``updates`` of a group counts its
+            updates. It is the seed of the random bits that round parameters and momenta in fewer bits than FP32.
         lr: learning rate.
         momentum: decay of the momentum. The gradient blended with the momentum is orthogonalised (Nesterov).
         weight_decay: decoupled decay, times ``lr``.
@@ -39,7 +44,8 @@ class Muon(torch.optim.Optimizer):
             AdamW's; "original" scales by sqrt(max(1, rows / columns)).
         ns_dtype: dtype of the products, bfloat16 or float32, and of the matrices that ranks send each other.
         state_dtype: dtype of the momentum, or "8bit" for codes with a scale per block. None: dtype of the parameter.
-        state_offload: "cpu" keeps the momentum in host memory, a `StateFile` in that file; a step copies it in and out.
+        state_offload: "cpu" keeps the momentum in host memory, a `StateFile` on disk. Each step copies it to the device
+            and back.
         device: device that computes the updates; None: device of the parameters. Parameters and gradients on another
             device, such as the host, need ``state_offload``.
 
@@ -77,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         if ns_steps < 1:
             raise ValueError(f"ns_steps must be at least 1, not {ns_steps}")
         update_scale(adjust_lr, 1, 1)  # an unknown rule fails here instead of in the first step
-        self._settings = Orthogonalizer(ns_steps, ns_dtype)
+        self._orthogonalizer = Orthogonalizer(ns_steps, ns_dtype)
         defaults = dict(
             lr=lr,
             momentum=momentum,
@@ -100,25 +106,23 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def plan(self) -> MuonPlan:
-        """Return the plan: the owner of each matrix and the transfers between ranks."""
+        """Return the plan, for tests: the owner of each matrix and the transfers between ranks."""
         return self._plan
 
     def flops(self) -> int:
         """Count the FLOPs of the orthogonalisation of a step on this rank."""
-        steps = self._settings.steps
         flops = 0
         for task in self._plan.local:
-            matrices = task.matrices[1] - task.matrices[0]
-            rows = task.rows[1] - task.rows[0]
-            flops += matrices * newton_schulz_flops(rows, task.columns, steps)
+            matrix_flops = newton_schulz_flops(task.row_count, task.columns, self._orthogonalizer.steps)
+            flops += task.matrix_count * matrix_flops
         for bucket in self._plan.buckets:
-            flops += sum(unit.flops for unit in bucket.units if bucket.ranks[unit.owner] == dist.get_rank())
+            flops += sum(unit.flops for unit in bucket.units if bucket.owner_rank(unit) == dist.get_rank())
         return flops
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient. Collective."""
-        self._work.run()
+        self._step_runner.run()
         for group in self.param_groups:
             group["updates"] += 1
 
@@ -129,29 +133,32 @@ class Muon(torch.optim.Optimizer):
 
     def _prepare(self, state_dtype: StateType | None, place: StatePlace, device: torch.device | None) -> None:
         """Create the states, the plan and the process groups. Collective."""
-        entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
-        parameters = [group["params"][index] for group, index in entries]
+        group_and_index = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
+        parameters = [group["params"][index] for group, index in group_and_index]
         requests = []
         momenta = []
-        layouts: dict[
-            tuple, TensorLayout
-        ] = {}  # cached: for a tensor on thousands of ranks, a layout takes a tenth of a second
-        for parameter, (group, index) in zip(parameters, entries, strict=True):
+        # Cached: for a tensor on thousands of ranks, a layout takes a tenth of a second.
+        layouts: dict[_LayoutKey, TensorLayout] = {}
+        for parameter, (group, index) in zip(parameters, group_and_index, strict=True):
             name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
-            mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-            key = parameter.shape, mesh
+            is_distributed = isinstance(parameter, DTensor)
+            mesh_and_placements = (parameter.device_mesh, parameter.placements) if is_distributed else None
+            key = parameter.shape, mesh_and_placements
             if key not in layouts:
                 layouts[key] = tensor_layout(parameter)
             requests.append(_request(name, layouts[key], group["row_blocks"]))
-            tensors = make_state(name, parameter, state_dtype or parameter.dtype, True, zeros_at(place))
+            tensors = make_state(name, parameter, state_dtype or parameter.dtype, signed=True, zeros=zeros_at(place))
             self.state[parameter] = {f"momentum_buffer{suffix}": tensor for suffix, tensor in tensors.items()}
-            momenta.append(local_state(tensors, True, local_matrices))
-        self._plan = make_plan(requests, self._settings.steps, self._settings.dtype.itemsize)
+            momenta.append(local_state(tensors, signed=True, view=local_matrices))
+        self._plan = make_plan(requests, self._orthogonalizer.steps, self._orthogonalizer.dtype.itemsize)
         rank_sets = [bucket.ranks for bucket in self._plan.buckets]
-        # In the order of the parameters, not of a set: all ranks must choose the same of two groups with equal ranks.
+        # Two meshes may have groups of the same ranks, and all ranks must reuse the same one. So the meshes are in the
+        # order of the parameters: a set's order differs by process.
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
         groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
-        self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, place, device)
+        self._step_runner = MuonStep(
+            group_and_index, requests, self._plan, self._orthogonalizer, groups, momenta, place, device
+        )
 
 
 def _request(name: str, layout: TensorLayout, row_blocks: tuple[int, ...] | None) -> PlannedParameter:

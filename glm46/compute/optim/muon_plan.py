@@ -102,6 +102,15 @@ class LocalTask:
     rows: Bounds
     columns: int
 
+    @property
+    def matrix_count(self) -> int:
+        return self.matrices[1] - self.matrices[0]
+
+    @property
+    def row_count(self) -> int:
+        """Rows of each matrix."""
+        return self.rows[1] - self.rows[0]
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -119,6 +128,7 @@ class Unit:
     parts: tuple[tuple[Bounds, Bounds] | None, ...]
     flops: int
     owner: int = -1
+    """Index of the owner in the group; -1 before `_with_owners`."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -152,6 +162,10 @@ class Bucket:
 
     ranks: tuple[int, ...]
     units: tuple[Unit, ...]
+
+    def owner_rank(self, unit: Unit) -> int:
+        """Return the global rank of a unit's owner."""
+        return self.ranks[unit.owner]
 
 
 @dataclass(frozen=True)

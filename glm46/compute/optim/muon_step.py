@@ -40,7 +40,7 @@ class MuonStep:
         entries: Sequence[tuple[dict, int]],
         requests: Sequence[PlannedParameter],
         plan: MuonPlan,
-        settings: Orthogonalizer,
+        orthogonalizer: Orthogonalizer,
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         momenta: Sequence[State],
         place: StatePlace,
@@ -61,7 +61,7 @@ class MuonStep:
         """
         self._entries = entries
         self._requests = requests
-        self._settings = settings
+        self._orthogonalizer = orthogonalizer
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
         """During a step, this rank's parts of each parameter and its gradient as [matrices, rows, columns]."""
@@ -78,10 +78,10 @@ class MuonStep:
         if place == "none" and any(parameter.device != device for parameter in self._parameters if device):
             raise ValueError(f"updates on {device} of parameters elsewhere need state_offload")
         exchanges = [
-            BucketExchange(bucket, groups[bucket.ranks], settings, self._devices[bucket.units[0].parameter])
+            BucketExchange(bucket, groups[bucket.ranks], orthogonalizer, self._devices[bucket.units[0].parameter])
             for bucket in plan.buckets
         ]
-        self._arrange(exchanges, stack_tasks(plan.local, settings, self._devices))
+        self._arrange(exchanges, stack_tasks(plan.local, orthogonalizer, self._devices))
         items = [
             [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
             for slices in self._taken
@@ -158,12 +158,12 @@ class MuonStep:
     def _update_chunk(self, chunk: list[LocalTask]) -> None:
         with self._momenta.take() as momenta:
             pieces = [
-                self._piece((task.parameter, task.matrices, task.rows), m, (task.rows[1] - task.rows[0], task.columns))
+                self._piece((task.parameter, task.matrices, task.rows), m, (task.row_count, task.columns))
                 for task, m in zip(chunk, momenta, strict=True)
                 if self._views[task.parameter][1] is not None
             ]
             if pieces:
-                update_whole(pieces, self._settings)
+                update_whole(pieces, self._orthogonalizer)
 
 
 def _is_rounded(parameter: Tensor, momentum: State) -> bool:
@@ -173,20 +173,21 @@ def _is_rounded(parameter: Tensor, momentum: State) -> bool:
 
 
 def stack_tasks(
-    tasks: Sequence[LocalTask], settings: Orthogonalizer, devices: Sequence[torch.device]
+    tasks: Sequence[LocalTask], orthogonalizer: Orthogonalizer, devices: Sequence[torch.device]
 ) -> list[list[LocalTask]]:
     """Group tasks of equal canonical shape into chunks whose iteration fits the workspace; ``devices``: one per
     parameter."""
     tasks_by_shape: dict[tuple, list[LocalTask]] = defaultdict(list)
     for task in tasks:
-        rows = task.rows[1] - task.rows[0]
-        tasks_by_shape[min(rows, task.columns), max(rows, task.columns), devices[task.parameter]].append(task)
+        short = min(task.row_count, task.columns)
+        long = max(task.row_count, task.columns)
+        tasks_by_shape[short, long, devices[task.parameter]].append(task)
     chunks: list[list[LocalTask]] = []
     for (short, long, device), same_shape in tasks_by_shape.items():
         # The stack, its normalised copy and two alternating results; two short x short products.
-        limit = max(1, WORKSPACE_BYTES // (settings.dtype.itemsize * (4 * short * long + 2 * short * short)))
+        limit = max(1, WORKSPACE_BYTES // (orthogonalizer.dtype.itemsize * (4 * short * long + 2 * short * short)))
         if device.type == "cpu":
-            limit = min(limit, stack_limit(short, long, settings.dtype))
+            limit = min(limit, stack_limit(short, long, orthogonalizer.dtype))
         free = 0
         for task in same_shape:
             first, stop = task.matrices

@@ -111,7 +111,7 @@ def canonical(matrices_NRC: Tensor) -> Tensor:
     return matrices_NRC.mT if matrices_NRC.shape[-2] > matrices_NRC.shape[-1] else matrices_NRC
 
 
-def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
+def update_whole(pieces: Sequence[Piece], orthogonalizer: Orthogonalizer) -> None:
     """Update pieces with full matrices of one canonical shape, stacked into one iteration.
 
     They are rounded to the dtype in which sharded matrices are sent, so that one process gives the same bits as many.
@@ -119,14 +119,14 @@ def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
     counts = [piece.parameter.shape[0] for piece in pieces]
     if sum(counts) == 1:
         # Round before transposing: torch transposes fast only within one type and two dimensions.
-        x_SL = canonical(pieces[0].direction()[0].to(settings.dtype)).contiguous()
-        update = settings(x_SL[None])
+        x_SL = canonical(pieces[0].direction()[0].to(orthogonalizer.dtype)).contiguous()
+        update = orthogonalizer(x_SL[None])
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
     device = state_parts(pieces[0].momentum)[0].device
-    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.dtype, device=device)
+    x_NSL = torch.empty(sum(counts), short, long, dtype=orthogonalizer.dtype, device=device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
-    for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):
+    for part, piece in zip(orthogonalizer(x_NSL).split(counts), pieces, strict=True):
         piece.apply(part if piece.parameter.shape[1] <= piece.parameter.shape[2] else part.mT)

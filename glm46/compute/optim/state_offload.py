@@ -51,7 +51,7 @@ class StateStream:
         if not self._is_offloaded or not self._items:
             return
         self._slots = torch.empty(OFFLOAD_SLOTS, self._slot_bytes, dtype=torch.uint8, device=self._device)
-        self._left = [None] * OFFLOAD_SLOTS
+        self._stored_events = [None] * OFFLOAD_SLOTS
         if self._ring is not None:
             self._ring.begin()
         if self._on_gpu:
@@ -63,7 +63,7 @@ class StateStream:
     def take(self) -> Iterator[Sequence[State]]:
         """Context with the states of the next item on the device. Leaving it stores their changes."""
         number = self._next
-        self._next = self._next + 1
+        self._next += 1
         if not self._is_offloaded:
             yield self._items[number]
             return
@@ -91,7 +91,7 @@ class StateStream:
         if not self._on_gpu:
             copy_states(self._staged, source)
             return
-        if (stored := self._left[number % OFFLOAD_SLOTS]) is not None:
+        if (stored := self._stored_events[number % OFFLOAD_SLOTS]) is not None:
             self._inward.wait_event(stored)
         with torch.cuda.stream(self._inward):
             copy_states(self._staged, source)
@@ -104,6 +104,6 @@ class StateStream:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._outward):
                 copy_states(target, staged)
-                self._left[number % OFFLOAD_SLOTS] = self._outward.record_event()
+                self._stored_events[number % OFFLOAD_SLOTS] = self._outward.record_event()
         if self._ring is not None:
-            self._ring.put(number, self._left[number % OFFLOAD_SLOTS])
+            self._ring.put(number, self._stored_events[number % OFFLOAD_SLOTS])

@@ -1,7 +1,7 @@
 """Sends tokens to experts on other ranks and back: all at once, or in two chunks, so that the rows of one travel while
-the experts compute the other.
+the experts compute the other. The mixture-of-experts layer calls it as its `TokenDispatcher`.
 
-Backward runs the same in reverse, because an `Exchange` sends its gradient where it was finished.
+Backward runs the same in reverse, because the backward of `Exchange.finish` starts sending the gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -36,14 +36,20 @@ class HopSizes(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """Exchanges that have started."""
+    """Rows that travel."""
 
-    sent: tuple[Tensor, ...]
-    exchanges: tuple[Exchange, ...]
+    exchange: Exchange
+    unread: Tensor
+    """Result of `Exchange.start`."""
 
-    def finish(self, number: int) -> Tensor:
-        """Wait for one of the exchanges."""
-        return self.exchanges[number].finish(self.sent[number])
+    def finish(self) -> Tensor:
+        """Wait for the rows of the other ranks."""
+        return self.exchange.finish(self.unread)
+
+
+def start_exchange(exchange: Exchange, rows: Tensor) -> InFlight:
+    """Send rows. Collective."""
+    return InFlight(exchange, exchange.start(rows))
 
 
 class Hop(NamedTuple):
@@ -56,16 +62,15 @@ class Hop(NamedTuple):
 
     def start_back(self, y: Tensor) -> InFlight:
         """Return rows to the ranks that they came from. Collective."""
-        back = Exchange(self.sizes.receive, self.sizes.send, self.group, "back")
-        return InFlight((back.start(y),), (back,))
+        return start_exchange(Exchange(self.sizes.receive, self.sizes.send, self.group, "back"), y)
 
     def finish_back(self, in_flight: InFlight) -> Tensor:
         """Sum the returned copies of each row."""
-        return self.copies.sum_rows(in_flight.finish(0))
+        return self.copies.sum_rows(in_flight.finish())
 
 
-class ArrivedChunk(NamedTuple):
-    """The way back of a chunk that has arrived at its experts."""
+class ReturnPath(NamedTuple):
+    """What brings the results of a chunk back, once its rows have arrived at their experts."""
 
     copies: Copies
     """Copies of the received rows for the experts."""
@@ -81,13 +86,14 @@ class ReturningChunk(NamedTuple):
     """The exchanges that remain, the one in flight at the end."""
 
 
-class _HasNumbers(Protocol):
+class _HasCounts(Protocol):
     @property
-    def numbers_RX(self) -> Tensor:
-        """int64 [R, X]: X numbers for each rank of the group."""
+    def counts_RX(self) -> Tensor:
+        """int64 [R, X]: X counts for each rank of the group, from which it computes its `Sizes`: the rows for each of
+        its experts, or what two levels need."""
 
 
-Planned = TypeVar("Planned", bound=_HasNumbers)
+Planned = TypeVar("Planned", bound=_HasCounts)
 """Routing of a chunk, before the ranks know each other's sizes."""
 Sizes = TypeVar("Sizes")
 """Numbers of rows of a chunk, known on the host."""
@@ -102,6 +108,9 @@ class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
     Rows dropped by padding or the capacity are not sent. Experts see the rows of a chunk in the order (expert, rank,
     token), so that results do not depend on timing.
 
+    Tensors end in their dimensions: T tokens of a chunk, D hidden size, A experts of a token, R ranks of the group, C
+    chunks, X counts, L experts of this rank, M rows that arrive at this rank, N rows at its experts.
+
     Args:
         chunks: 1, or 2 to overlap the exchange of one half of the tokens with the experts of the other half.
     """
@@ -110,69 +119,82 @@ class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
         self._group = group
         self._ranks = dist.get_world_size(group)
         self.chunks = chunks
-        self.multiple = 1
+        self.multiple = 1  # of rows of an expert; `float8` sets it
 
+    # Not compiled, like all that exchanges: sizes are read on the host, and an `Exchange` keeps what is in transit.
     @torch.compiler.disable
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[SentChunk, ...]:
         """See `TokenDispatcher.start`. Collective."""
         halves = zip(self._split(routing.weights), self._split(routing.experts), strict=True)
         routings = [Routing(weights, experts, None) for weights, experts in halves]
         plans = [self.plan(part, num_experts) for part in routings]
-        numbers = [plan.numbers_RX for plan in plans]
-        local_RCX = torch.stack(numbers, 1) if len(numbers) > 1 else numbers[0].unsqueeze(1)
-        numbers_RCX, sizes = recalled(lambda: self._exchange_numbers(local_RCX))
-        chunks = zip(self._split(x_TD), routings, plans, numbers_RCX.unbind(1), sizes, strict=True)
+        counts = [plan.counts_RX for plan in plans]
+        counts_RCX = torch.stack(counts, 1) if len(counts) > 1 else counts[0].unsqueeze(1)
+        # A recomputation reuses the sizes of the forward.
+        received_RCX, sizes = recalled(lambda: self._exchange_counts(counts_RCX))
+        chunks = zip(self._split(x_TD), routings, plans, received_RCX.unbind(1), sizes, strict=True)
         return tuple(self.send(*chunk) for chunk in chunks)
 
     @torch.compiler.disable
-    def arrived(self, sent: tuple[SentChunk, ...]) -> tuple[ArrivedRows, ArrivedChunk, "TwoChunks | None"]:
-        """See `TokenDispatcher.arrived`; the rows are those of the first chunk. Collective."""
+    def arrived(self, sent: tuple[SentChunk, ...]) -> tuple[ArrivedRows, ReturnPath, "TwoChunks | None"]:
+        """See `TokenDispatcher.arrived`. Collective.
+
+        Returns:
+            The rows of the first chunk, their way back, and the schedule of a second chunk, which still travels.
+        """
         rows, first = self.arrive(self.pass_on(sent[0]))
         return rows, first, TwoChunks(self, first, sent[1]) if len(sent) > 1 else None
 
     @torch.compiler.disable
-    def combine(self, results: Tensor | tuple[ReturningChunk, ...], way: ArrivedChunk) -> Tensor:
+    def combine(self, results: Tensor | tuple[ReturningChunk, ...], way: ReturnPath) -> Tensor:
         """See `TokenDispatcher.combine`. Collective."""
         if isinstance(results, Tensor):
             return self.finish(self.pass_back(self.send_back(results, way)))
         return torch.cat([self.finish(returning) for returning in results])
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        if self.chunks == 1:
+            return (rows,)
         half = len(rows) // 2
-        return rows.split((len(rows) - half, half)) if self.chunks > 1 else (rows,)
+        return rows.split((len(rows) - half, half))  # the first is longer by a row if their number is odd
 
-    def _exchange_numbers(self, local_RCX: Tensor) -> tuple[Tensor, list[Sizes]]:
+    def _exchange_counts(self, counts_RCX: Tensor) -> tuple[Tensor, list[Sizes]]:
         one_row_each = [1] * self._ranks
-        numbers_RCX = exchange_rows(local_RCX, one_row_each, one_row_each, self._group)
+        received_RCX = exchange_rows(counts_RCX, one_row_each, one_row_each, self._group)
         # sync: the sizes of the buffers must be known on the host; once per layer, for all chunks, and not again in a
         # recomputation.
-        return numbers_RCX, self.sizes(local_RCX, numbers_RCX)
+        return received_RCX, self.sizes(counts_RCX, received_RCX)
 
     @abstractmethod
     def plan(self, routing: Routing, num_experts: int) -> Planned:
         """Sort the assignments of a chunk, and count what other ranks must know."""
 
     @abstractmethod
-    def sizes(self, local_RCX: Tensor, numbers_RCX: Tensor) -> list[Sizes]:
-        """Return the numbers of rows of each of C chunks, from the numbers of this rank and those that the others sent
-        to it. Waits for the device."""
+    def sizes(self, counts_RCX: Tensor, received_RCX: Tensor) -> list[Sizes]:
+        """Return the numbers of rows of each chunk, from the counts of this rank for the others, and of the others for
+        this rank. Waits for the device."""
 
     @abstractmethod
-    def send(self, x_TD: Tensor, routing: Routing, plan: Planned, numbers_RX: Tensor, sizes: Sizes) -> SentChunk:
-        """Start the first exchange. Collective."""
+    def send(self, x_TD: Tensor, routing: Routing, plan: Planned, received_RX: Tensor, sizes: Sizes) -> SentChunk:
+        """Start the first exchange. Collective.
+
+        Args:
+            received_RX: counts of the others for this rank.
+        """
 
     @abstractmethod
     def pass_on(self, sent: SentChunk) -> SentChunk:
         """Send rows that came from another host on to the ranks of this one. Collective."""
 
     @abstractmethod
-    def arrive(self, sent: SentChunk) -> tuple[ArrivedRows, ArrivedChunk]:
+    def arrive(self, sent: SentChunk) -> tuple[ArrivedRows, ReturnPath]:
         """Wait for the last exchange and sort the rows by expert."""
 
-    def send_back(self, y_ND: Tensor, chunk: ArrivedChunk) -> ReturningChunk:
+    def send_back(self, y_ND: Tensor, path: ReturnPath) -> ReturningChunk:
         """Start to return results. Collective."""
-        in_flight = chunk.hops[-1].start_back(chunk.copies.sum_rows(y_ND))
-        return ReturningChunk(in_flight, chunk.hops)
+        # For each row that arrived, one returns: the sum of its copies at the experts of this rank.
+        result_MD = path.copies.sum_rows(y_ND)
+        return ReturningChunk(path.hops[-1].start_back(result_MD), path.hops)
 
     def pass_back(self, returning: ReturningChunk) -> ReturningChunk:
         """Send the results of this host back to the one that its rows came from. Collective."""
@@ -191,35 +213,35 @@ class TwoChunks(NamedTuple):
     """A `ChunkSchedule` of two chunks: the first has arrived, the second is on its way."""
 
     dispatcher: ExchangeDispatcher[Any, Any, Any]
-    first: ArrivedChunk
-    second: tuple
+    first_path: ReturnPath
+    second_sent: tuple
 
     def compute(self, experts: ExpertProducts, rows: ArrivedRows) -> tuple[ReturningChunk, ReturningChunk]:
         """See `ChunkSchedule.compute`. Collective.
 
-        A chunk changes from the links between hosts to those inside a host, or back, between the two products of the
-        other chunk.
+        While one chunk is between its two products, the other is forwarded from the network between hosts to the links
+        inside a host, or back.
         """
         dispatcher = self.dispatcher
         gate_up = experts.first_product(rows.x_ND, rows.offsets)
-        sent = dispatcher.pass_on(self.second)
+        sent = dispatcher.pass_on(self.second_sent)
         y_ND = experts.second_product(gate_up, rows.weights_N, rows.offsets)
-        first = dispatcher.send_back(y_ND, self.first)
+        first = dispatcher.send_back(y_ND, self.first_path)
 
-        rows, arrived = dispatcher.arrive(sent)
+        rows, second_path = dispatcher.arrive(sent)
         gate_up = experts.first_product(rows.x_ND, rows.offsets)
         first = dispatcher.pass_back(first)
         y_ND = experts.second_product(gate_up, rows.weights_N, rows.offsets)
-        second = dispatcher.pass_back(dispatcher.send_back(y_ND, arrived))
+        second = dispatcher.pass_back(dispatcher.send_back(y_ND, second_path))
         return first, second
 
 
 class _PlannedRows(NamedTuple):
     """See `Planned`."""
 
-    numbers_RX: Tensor
-    """int64 [R, E / R]: rows for each expert."""
-    order_N: Tensor
+    counts_RX: Tensor
+    """int64 [R, L]: rows for each expert of each rank."""
+    order: Tensor
     """int64 [T * A]: assignments sorted by expert, dropped ones last."""
     place_TA: Tensor
     """int64: place of each assignment in this order."""
@@ -228,10 +250,10 @@ class _PlannedRows(NamedTuple):
 class _SentRows(NamedTuple):
     """See `SentChunk`."""
 
-    in_flight: InFlight
-    """Rows, and their weights."""
+    rows: InFlight
+    weights: InFlight
     hop: Hop
-    received_RE: Tensor
+    received_RL: Tensor
     """int64: rows from each rank for each expert of this rank."""
 
 
@@ -241,47 +263,54 @@ class AllToAllDispatcher(ExchangeDispatcher[_PlannedRows, HopSizes, _SentRows]):
     def plan(self, routing: Routing, num_experts: int) -> _PlannedRows:
         """See `ExchangeDispatcher.plan`."""
         # Weight 0: dropped by padding or the capacity. Such assignments are sorted after all experts.
-        expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
-        order_N, place_N, sizes_E = sort_assignments(expert_N, num_experts + 1)
-        numbers_RX = sizes_E[:num_experts].view(self._ranks, -1)
-        return _PlannedRows(numbers_RX, order_N, place_N.view_as(routing.experts))
+        expert_TA = torch.where(routing.weights > 0, routing.experts, num_experts)
+        order, place, sizes = sort_assignments(expert_TA.flatten(), num_experts + 1)
+        counts_RX = sizes[:num_experts].view(self._ranks, -1)
+        return _PlannedRows(counts_RX, order, place.view_as(routing.experts))
 
-    def sizes(self, local_RCX: Tensor, numbers_RCX: Tensor) -> list[HopSizes]:
+    def sizes(self, counts_RCX: Tensor, received_RCX: Tensor) -> list[HopSizes]:
         """See `ExchangeDispatcher.sizes`."""
-        both_RC = torch.stack([local_RCX.sum(2), numbers_RCX.sum(2)]).cpu()
-        return [HopSizes(*both_R.tolist()) for both_R in both_RC.unbind(2)]
+        sent_and_received_2RC = torch.stack([counts_RCX.sum(2), received_RCX.sum(2)]).cpu()
+        return [HopSizes(*sent_and_received_2R.tolist()) for sent_and_received_2R in sent_and_received_2RC.unbind(2)]
 
     def send(
-        self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, numbers_RX: Tensor, sizes: HopSizes
+        self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, received_RX: Tensor, sizes: HopSizes
     ) -> _SentRows:
         """See `ExchangeDispatcher.send`. Collective."""
-        order_N = plan.order_N[: sum(sizes.send)]
-        copies = Copies(order_N // plan.place_TA.shape[1], plan.place_TA)
-        exchanges = tuple(Exchange(sizes.send, sizes.receive, self._group) for _ in range(2))
-        rows_N = copies.copy_rows(x_TD)
-        weights_N = routing.weights.flatten()[order_N]
-        sent = exchanges[0].start(rows_N), exchanges[1].start(weights_N)
-        return _SentRows(InFlight(sent, exchanges), Hop(copies, sizes, self._group), numbers_RX)
+        # S: rows that this rank sends. Dropped assignments are last, and stay here.
+        assignment_S = plan.order[: sum(sizes.send)]
+        chosen_experts = plan.place_TA.shape[1]
+        token_S = assignment_S // chosen_experts
+        copies = Copies(token_S, plan.place_TA)
+        x_SD = copies.copy_rows(x_TD)
+        weights_S = routing.weights.flatten()[assignment_S]
+        return _SentRows(
+            rows=start_exchange(Exchange(sizes.send, sizes.receive, self._group), x_SD),
+            weights=start_exchange(Exchange(sizes.send, sizes.receive, self._group), weights_S),
+            hop=Hop(copies, sizes, self._group),
+            received_RL=received_RX,
+        )
 
     def pass_on(self, sent: _SentRows) -> _SentRows:
         """See `ExchangeDispatcher.pass_on`; there is nothing to pass on."""
         return sent
 
-    def arrive(self, sent: _SentRows) -> tuple[ArrivedRows, ArrivedChunk]:
+    def arrive(self, sent: _SentRows) -> tuple[ArrivedRows, ReturnPath]:
         """See `ExchangeDispatcher.arrive`."""
-        received_RE = sent.received_RE
+        received_RL = sent.received_RL
+        local_experts = received_RL.shape[1]
         # Rows arrive in the order (rank, expert); a stable sort by expert gives (expert, rank).
-        num_experts = received_RE.shape[1]
-        expert_M = torch.arange(num_experts, device=received_RE.device).repeat(self._ranks)
-        expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(sent.hop.sizes.receive))
-        order_M, place_M, sizes_E = sort_assignments(expert_M, num_experts)
-        offsets = sizes_E.cumsum(0).to(torch.int32)
-        weights_M = sent.in_flight.finish(1)[order_M]
+        expert_of_count = torch.arange(local_experts, device=received_RL.device).repeat(self._ranks)
+        expert_M = expert_of_count.repeat_interleave(received_RL.flatten(), output_size=sum(sent.hop.sizes.receive))
+        row_N, place_M, sizes_L = sort_assignments(expert_M, local_experts)
+        offsets = sizes_L.cumsum(0).to(torch.int32)
+        weights_N = sent.weights.finish()[row_N]
         if self.multiple > 1:
-            row_P, padded_M, offsets = pad_groups(len(order_M), offsets, self.multiple)
-            weights_M = pad_weights(weights_M, padded_M, len(row_P))
-            order_M = order_M[row_P]
-            place_M = padded_M[place_M]
-        copies = Copies(order_M, place_M)
-        rows = ArrivedRows(copies.copy_rows(sent.in_flight.finish(0)), weights_M, offsets)
-        return rows, ArrivedChunk(copies, (sent.hop,))
+            # Without padding N is M; P is N with padding.
+            sorted_P, padded_N, offsets = pad_groups(len(row_N), offsets, self.multiple)
+            weights_N = pad_weights(weights_N, padded_N, len(sorted_P))
+            row_N = row_N[sorted_P]
+            place_M = padded_N[place_M]
+        copies = Copies(row_N, place_M)
+        rows = ArrivedRows(copies.copy_rows(sent.rows.finish()), weights_N, offsets)
+        return rows, ReturnPath(copies, (sent.hop,))

@@ -14,7 +14,7 @@ from glm46.compute.distributed.collectives import Exchange
 from glm46.compute.distributed.recomputation import Part
 from glm46.compute.model.dispatch import ArrivedRows, Copies, pad_groups, pad_weights, sort_assignments
 from glm46.compute.model.router import Routing
-from glm46.compute.parallelize.exchange import ArrivedChunk, ExchangeDispatcher, Hop, HopSizes, InFlight
+from glm46.compute.parallelize.exchange import ExchangeDispatcher, Hop, HopSizes, InFlight, ReturnPath, start_exchange
 
 
 class _Sizes(NamedTuple):
@@ -29,7 +29,7 @@ class _Sizes(NamedTuple):
 class _PlannedRows(NamedTuple):
     """See `Planned`."""
 
-    numbers_RX: Tensor
+    counts_RX: Tensor
     """int64: rows of this rank to each host, to each rank, and assignments to each rank; equal for all R."""
     experts_TA: Tensor
     """int64; the number of experts where an assignment is dropped."""
@@ -38,11 +38,18 @@ class _PlannedRows(NamedTuple):
     experts_per_rank: int
 
 
+class _RowsInFlight(NamedTuple):
+    """Rows with all their weights and experts, on their way to a host or a rank."""
+
+    experts: InFlight
+    weights: InFlight
+    rows: InFlight
+
+
 class _SentRows(NamedTuple):
     """See `SentChunk`."""
 
-    in_flight: InFlight
-    """Experts of the rows, their weights, and the rows."""
+    in_flight: _RowsInFlight
     hops: tuple[Hop, ...]
     """Exchanges so far, the one in flight at the end."""
     sizes: _Sizes
@@ -51,12 +58,15 @@ class _SentRows(NamedTuple):
     experts_per_rank: int
 
 
-def _start_hop(hop: Hop, x: Tensor, weights: Tensor, experts: Tensor, part: Part) -> InFlight:
-    """Send rows with all their weights and experts. The small ones go first: the next hop is planned by them."""
-    exchanges = tuple(Exchange(*hop.sizes, hop.group, part) for part in ("rows", part, part))
-    copied = (hop.copies.copy_rows(rows) for rows in (experts, weights, x))
-    sent = tuple(exchange.start(rows) for exchange, rows in zip(exchanges, copied, strict=True))
-    return InFlight(sent, exchanges)
+def _start_hop(hop: Hop, x: Tensor, weights: Tensor, experts: Tensor, part: Part) -> _RowsInFlight:
+    """Send rows with all their weights and experts."""
+
+    def start(rows: Tensor, part: Part) -> InFlight:
+        return start_exchange(Exchange(*hop.sizes, hop.group, part), hop.copies.copy_rows(rows))
+
+    # Experts go first: the next hop is planned by them. They are "rows" in every hop, because a recomputation that
+    # skips the first hop must plan the second.
+    return _RowsInFlight(start(experts, "rows"), start(weights, part), start(x, part))
 
 
 class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
@@ -95,17 +105,17 @@ class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
         goes_TH = goes_TR.view(-1, self._hosts, self._host_ranks).any(2)
         assigned_R = torch.zeros(self._ranks + 1, dtype=torch.int64, device=experts_TA.device)
         assigned_R.scatter_add_(0, ranks_TA.flatten(), torch.ones_like(ranks_TA.flatten()))
-        numbers_X = torch.cat([goes_TH.sum(0), goes_TR.sum(0), assigned_R[:-1]])
+        counts_X = torch.cat([goes_TH.sum(0), goes_TR.sum(0), assigned_R[:-1]])
         goes_TP = goes_TR if self._between_hosts is None else goes_TH
-        return _PlannedRows(numbers_X.expand(self._ranks, -1), experts_TA, goes_TP, num_experts // self._ranks)
+        return _PlannedRows(counts_X.expand(self._ranks, -1), experts_TA, goes_TP, num_experts // self._ranks)
 
-    def sizes(self, local_RCX: Tensor, numbers_RCX: Tensor) -> list[_Sizes]:
+    def sizes(self, counts_RCX: Tensor, received_RCX: Tensor) -> list[_Sizes]:
         """See `ExchangeDispatcher.sizes`."""
-        return [self._chunk_sizes(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
+        return [self._chunk_sizes(received_RX) for received_RX in received_RCX.cpu().unbind(1)]
 
-    def _chunk_sizes(self, numbers_RX: Tensor) -> _Sizes:
-        """``numbers_RX``: see `_PlannedRows`, here those of each rank; on the CPU."""
-        by_host, by_rank, assigned = numbers_RX.view(self._hosts, self._host_ranks, -1).split(
+    def _chunk_sizes(self, received_RX: Tensor) -> _Sizes:
+        """``received_RX``: `_PlannedRows.counts_RX`, one row from each rank; on the CPU."""
+        by_host, by_rank, assigned = received_RX.view(self._hosts, self._host_ranks, -1).split(
             [self._hosts, self._ranks, self._ranks], 2
         )
         by_rank = by_rank.unflatten(2, (self._hosts, -1))
@@ -118,7 +128,7 @@ class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
             int(assigned[:, :, self._host, self._local].sum()),
         )
 
-    def send(self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, numbers_RX: Tensor, sizes: _Sizes) -> _SentRows:
+    def send(self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, received_RX: Tensor, sizes: _Sizes) -> _SentRows:
         """See `ExchangeDispatcher.send`. Collective."""
         group = self._in_host
         hop_sizes = sizes.in_host
@@ -128,33 +138,33 @@ class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
         hop = Hop(_copies(plan.goes_TP, sum(hop_sizes.send)), hop_sizes, group)
         part: Part = "rows" if self._has_one_hop else "first hop"
         in_flight = _start_hop(hop, x_TD, routing.weights, plan.experts_TA.to(torch.int32), part)
-        from_rank_R = numbers_RX[:, self._hosts + self._host * self._host_ranks + self._local]
+        from_rank_R = received_RX[:, self._hosts + self._host * self._host_ranks + self._local]
         return _SentRows(in_flight, (hop,), sizes, from_rank_R, plan.experts_per_rank)
 
     def pass_on(self, sent: _SentRows) -> _SentRows:
         """See `ExchangeDispatcher.pass_on`. Collective."""
         if self._has_one_hop:
             return sent
-        experts_MA = sent.in_flight.finish(0)
+        experts_MA = sent.in_flight.experts.finish()
         local_rank_MA = experts_MA.long() // sent.experts_per_rank - self._host * self._host_ranks
         is_elsewhere_MA = local_rank_MA < 0
         goes_MR = _marked(local_rank_MA.masked_fill(is_elsewhere_MA, self._host_ranks), self._host_ranks)
         sizes = sent.sizes.in_host
         hop = Hop(_copies(goes_MR, sum(sizes.send)), sizes, self._in_host)
-        weights_MA = sent.in_flight.finish(1)
-        in_flight = _start_hop(hop, sent.in_flight.finish(2), weights_MA, experts_MA, "rows")
+        weights_MA = sent.in_flight.weights.finish()
+        in_flight = _start_hop(hop, sent.in_flight.rows.finish(), weights_MA, experts_MA, "rows")
         return sent._replace(in_flight=in_flight, hops=(*sent.hops, hop))
 
-    def arrive(self, sent: _SentRows) -> tuple[ArrivedRows, ArrivedChunk]:
+    def arrive(self, sent: _SentRows) -> tuple[ArrivedRows, ReturnPath]:
         """See `ExchangeDispatcher.arrive`."""
-        key_MA, is_here_MA = self._keys(sent.in_flight.finish(0).long(), sent.from_rank_R, sent.experts_per_rank)
+        key_MA, is_here_MA = self._keys(sent.in_flight.experts.finish().long(), sent.from_rank_R, sent.experts_per_rank)
         copies, order_N, offsets = place_at_experts(
             key_MA, is_here_MA, sent.experts_per_rank, self._ranks, sent.sizes.assigned
         )
-        weights_MA = sent.in_flight.finish(1)
-        x_MD = sent.in_flight.finish(2)
+        weights_MA = sent.in_flight.weights.finish()
+        x_MD = sent.in_flight.rows.finish()
         rows, copies = copy_to_experts(x_MD, weights_MA, copies, order_N, offsets, self.multiple)
-        return rows, ArrivedChunk(copies, sent.hops)
+        return rows, ReturnPath(copies, sent.hops)
 
     def _keys(self, experts_MA: Tensor, from_rank_R: Tensor, experts_per_rank: int) -> tuple[Tensor, Tensor]:
         """Return sort keys of assignments, by expert of this rank, then by the rank that sent them; and which of them

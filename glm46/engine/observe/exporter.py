@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus, served by the first rank.
 
-The loop sets values at each step and change of phase, and the report passes each row; a scrape reads them in a thread
-of the server, without a cost for training.
+`Observers` sets values at each step and change of phase, and `Report` calls `row`; a scrape reads them in a thread of
+the server, without a cost for training.
 """
 
 import contextlib
@@ -14,16 +14,17 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from glm46.engine.observe.metrics import METRICS, SPREAD, exported_name, find_metric, split_column
+from glm46.engine.observe.metrics import METRICS, exported_name, find_metric, split_column
 from glm46.engine.training.observer import Phase
 
 ADDRESS = "127.0.0.1"
 """Address of the endpoint, which is reachable from the same machine only."""
-_MAX_PARTS = 16
-"""Maximum number of series of one metric, such as one per source: each costs memory in Prometheus."""
+_MAX_SERIES_OF_METRIC = 16
+"""Each series, such as one per source, costs memory in Prometheus. metrics.jsonl has all."""
 _LAST_SCRAPE_SECONDS = 10.0
 """Maximum wait at the end of a run for a scrape of its last phase: two intervals of the shipped Prometheus config."""
 _BASE_UNITS = {"GiB": ("bytes", 2.0**30), "TFLOP/s": ("FLOP/s", 1e12)}
+"""Prometheus's unit for a unit of `METRICS`, and the factor between them."""
 
 _GAUGES = {
     "training_step": "Optimizer steps since the start of the run; falls when a run resumes.",
@@ -32,7 +33,7 @@ _GAUGES = {
     "training_last_step_timestamp_seconds": "Time of the last step or change of phase, since 1970 in UTC.",
     "training_start_timestamp_seconds": "Start of the process of the first rank, since 1970.",
     "training_last_checkpoint_step": "Step of the newest checkpoint; 0 if there is none.",
-    "training_last_checkpoint_timestamp_seconds": "Time of the newest checkpoint, since 1970.",
+    "training_last_checkpoint_timestamp_seconds": "Time of the newest checkpoint, or of the start from it, since 1970.",
     "training_checkpoint_interval_steps": "Steps between two checkpoints.",
 }
 _COUNTERS = {
@@ -42,8 +43,8 @@ _COUNTERS = {
     "training_not_finite_steps_total": "Steps skipped because a value was not finite.",
     "training_failed_saves_total": "Checkpoints of this process that could not be saved.",
 }
-_SET_BY_LOOP = ("step", "tokens", "unix_seconds", "skipped_steps", "failed_saves")
-"""Columns whose values the loop sets at each step, and not the rows."""
+_COLUMNS_WITH_OWN_METRIC = ("step", "tokens", "unix_seconds", "skipped_steps", "failed_saves")
+"""Columns of rows that `_GAUGES` and `_COUNTERS` already export, at each step instead of each row."""
 
 
 class Exporter(Collector):
@@ -74,7 +75,7 @@ class Exporter(Collector):
         self._server = None
         if port is None:
             return
-        registry = CollectorRegistry(auto_describe=False)
+        registry = CollectorRegistry()
         registry.register(self)
         try:
             self._server, _ = start_http_server(port, ADDRESS, registry)
@@ -100,6 +101,7 @@ class Exporter(Collector):
             "training_last_checkpoint_step": step,
         }
         if step:
+            # When it was saved is not known here: its age on the dashboard counts from now.
             self._values["training_last_checkpoint_timestamp_seconds"] = time.time()
         if save_interval is not None:
             self._values["training_checkpoint_interval_steps"] = save_interval
@@ -122,7 +124,7 @@ class Exporter(Collector):
         values["training_tokens"] = tokens
         if loss is not None:
             self._row["loss"] = loss
-        self._enter(self._phase)
+        self._touch()
 
     def row(self, row: Mapping[str, float | None]) -> None:
         """Store the values of a row of metrics; a value that was not finite is None."""
@@ -150,13 +152,14 @@ class Exporter(Collector):
         self._enter(previous)
 
     def close(self, *, has_failed: bool) -> None:
-        """Stop serving. A regular end has the phase ``stop``: if Prometheus scrapes the run, wait until it has read
-        this phase, because an endpoint that disappears in another phase raises an alert."""
+        """Stop serving. At a regular end, wait until Prometheus has read the phase ``stop``, if it scrapes this run:
+        it raises an alert when a run vanishes in any other phase."""
         if self._server is None:
             return
         if not has_failed:
             self._enter("stop")
-            if time.time() - self._scraped_at < _LAST_SCRAPE_SECONDS:
+            is_scraped_regularly = time.time() - self._scraped_at < _LAST_SCRAPE_SECONDS
+            if is_scraped_regularly:
                 self._end_is_scraped.wait(_LAST_SCRAPE_SECONDS)
         self._server.shutdown()
         self._server.server_close()
@@ -164,8 +167,12 @@ class Exporter(Collector):
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        if phase != "stop":  # the last save follows the end of the steps
+        if phase != "stop":
+            # The last save follows the end of the steps, so phase `save` may follow `stop`: `close` must wait again.
             self._end_is_scraped.clear()
+        self._touch()
+
+    def _touch(self) -> None:
         self._values["training_last_step_timestamp_seconds"] = time.time()
 
     def collect(self) -> Iterator[Metric]:
@@ -180,8 +187,8 @@ class Exporter(Collector):
         for name, meaning in _GAUGES.items():
             if name in values:
                 yield self._gauge(name, meaning, [({}, values[name])])
-        is_phase = [({"phase": name}, float(name == phase)) for name in get_args(Phase)]
-        yield self._gauge("training_phase", "1 for the phase of the first rank, else 0.", is_phase)
+        phases = [({"phase": name}, float(name == phase)) for name in get_args(Phase)]
+        yield self._gauge("training_phase", "1 for the phase of the first rank, else 0.", phases)
         if self._info:
             yield self._gauge("training_info", "1; the labels say which run this is.", [(self._info, 1.0)])
         yield from self._row_gauges(dict(self._row))
@@ -198,24 +205,23 @@ class Exporter(Collector):
         families: dict[str, GaugeMetricFamily] = {}
         for column, value in columns.items():
             name, part = split_column(column)
-            if name in _SET_BY_LOOP:
+            if name in _COLUMNS_WITH_OWN_METRIC:
                 continue
             metric = find_metric(column)
             exported = exported_name(name)
             unit, factor = _BASE_UNITS.get(metric.unit, (metric.unit, 1.0))
             family = families.setdefault(exported, self._gauge(exported, f"{metric.meaning} [{unit}]", []))
-            if len(family.samples) == _MAX_PARTS:
+            if len(family.samples) == _MAX_SERIES_OF_METRIC:
                 continue
             labels = {"run": self._run}
             if part:
-                label = "ranks" if metric.per == SPREAD else (metric.per or "network").partition("@")[0]
-                labels[label] = part
+                labels[metric.part_label] = part
             # A value that was not finite is None in a row. Export NaN: the last finite value would hide it.
             family.add_sample(exported, labels, float("nan") if value is None else value * factor)
         yield from families.values()
 
 
 def exported_names() -> frozenset[str]:
-    """Return all names that a run can export."""
-    columns = (exported_name(metric.name) for metric in METRICS if metric.name not in _SET_BY_LOOP)
+    """Return all names that a run can export, for the tests of dashboards and alerts."""
+    columns = (exported_name(metric.name) for metric in METRICS if metric.name not in _COLUMNS_WITH_OWN_METRIC)
     return frozenset({*columns, *_GAUGES, *_COUNTERS, "training_phase", "training_info"})

@@ -21,6 +21,15 @@ class Metric:
     training: str | None = None
     """Training metric in the same chart of TensorBoard, for a validation metric."""
 
+    @property
+    def part_label(self) -> str:
+        """Label of Prometheus that holds the part of a column ``name/<part>``."""
+        if self.per == SPREAD:
+            return "ranks"
+        if self.per is None:
+            return "network"  # see `find_metric`: no other parts exist without `per`
+        return self.per.partition("@")[0]  # "set" for "set@k", whose parts are such as `gsm8k@8`
+
 
 SPREAD = "min, mean or max over all ranks"
 """`Metric.per` of a metric that each rank measures."""

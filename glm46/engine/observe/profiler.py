@@ -88,13 +88,12 @@ class Profiler:
         self._folder = folder
         self._run = run
         self._say = say
-        is_chosen = run.rank == 0
         self._is_on = config.enable_profiling or config.enable_memory_snapshot
-        self._is_chosen = is_chosen
+        self._is_chosen = run.rank == 0
         self._on_gpu = run.device.type == "cuda"
         self._request: _Request | None = None
         self._requested = range(0)  # steps of the last request, its warm-up included
-        self._has_snapshots = config.enable_memory_snapshot and is_chosen
+        self._has_snapshots = config.enable_memory_snapshot and self._is_chosen
         self._has_failed = False
         self._profile: profile | None = None
 
@@ -180,7 +179,7 @@ class Profiler:
         config = self._config
         if step in self._requested:
             return self._requested[-1]
-        recorded = -(-step // config.profile_freq) * config.profile_freq
+        recorded = -(-step // config.profile_freq) * config.profile_freq  # rounded up: the next step that is recorded
         return recorded if config.enable_profiling and step >= recorded - WARMUP_STEPS else None
 
     def _write_snapshot(self, name: str) -> None:
@@ -223,7 +222,7 @@ def _export(recorded: profile, path: Path) -> None:
     Raises:
         OSError: the disk failed. torch itself writes as much as fits, and raises no error.
     """
-    path.write_bytes(b"")
+    path.write_bytes(b"")  # raises the error of a folder that cannot be written, which torch would not
     recorded.export_chrome_trace(str(path))
     content = path.read_bytes()
     try:

@@ -1,4 +1,4 @@
-"""Output of metrics and messages: console, metrics.jsonl, TensorBoard, log.txt."""
+"""Output of metrics and messages: console, metrics.jsonl, TensorBoard, log.txt. `Observers` calls it."""
 
 import threading
 import time
@@ -15,7 +15,8 @@ from glm46.engine.observe.metrics import find_metric, plain_row
 from glm46.engine.observe.tracker import Tracker
 from glm46.engine.observe.writes import Writes
 
-_MOST_WAITING = 10_000
+_MAX_WAITING_WRITES = 10_000
+"""Maximum number of writes that wait for storage; see `Writes`."""
 
 Kind = Literal["train", "validation"]
 """Kinds of rows. A step can have one of each."""
@@ -54,7 +55,7 @@ class Report:
             return
         self._folder = dump_folder
         self._paused: set[Path] = set()
-        self._writes = Writes("report", _MOST_WAITING)
+        self._writes = Writes("report", _MAX_WAITING_WRITES)
         self._is_closed = False
         dump_folder.mkdir(parents=True, exist_ok=True)
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
@@ -188,11 +189,11 @@ class _TensorBoard:
         # Imported here because it takes a second.
         from torch.utils.tensorboard import SummaryWriter, summary
 
-        self._hook_before = threading.excepthook
+        self._previous_hook = threading.excepthook
         threading.excepthook = self._on_thread_error
         self.folder = folder
         self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
-        self._open = SummaryWriter
+        self._writer_type = SummaryWriter
         self._summary = summary.Summary
         self._purge_step = None if resumed_step is None else resumed_step + 1
         self._writers: dict[Kind, SummaryWriter] = {}
@@ -204,7 +205,7 @@ class _TensorBoard:
 
     def _writer(self, kind: Kind):
         if kind not in self._writers:
-            self._writers[kind] = self._open(str(self._folders[kind]), purge_step=self._purge_step)
+            self._writers[kind] = self._writer_type(str(self._folders[kind]), purge_step=self._purge_step)
         return self._writers[kind]
 
     def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> None:
@@ -226,13 +227,13 @@ class _TensorBoard:
             for writer in self._writers.values():
                 writer.close()
         finally:
-            threading.excepthook = self._hook_before
+            threading.excepthook = self._previous_hook
 
     def _on_thread_error(self, arguments: threading.ExceptHookArgs) -> None:
         """Suppress the traceback when the disk fails in TensorBoard's thread: the next write raises the same error."""
         is_writer = type(arguments.thread).__module__.startswith("tensorboard.")
         if not (is_writer and issubclass(arguments.exc_type, OSError)):
-            self._hook_before(arguments)
+            self._previous_hook(arguments)
 
 
 def _tag(column: str) -> str:

@@ -1,6 +1,4 @@
-"""Detection of bad steps: spikes of the loss or the gradient norm.
-
-Values that are not finite are found before, by ``train_step`` in ``engine/training/step.py``.
+"""Detection of spikes of the loss or the gradient norm. The caller passes finite values only.
 
 A step is checked before the weights change, with values that are equal on all ranks, so that either all ranks skip it
 or no rank does. A spike is a large distance from the median of the last good steps, in units of a robust deviation (the
@@ -14,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 NOT_FINITE = "loss or gradient norm is not finite"
+"""Fault of a step that the caller finds, without a call of `SpikeDetector.check`."""
 
 _MAD_TO_SIGMA = 1.4826
 """Standard deviation of normally distributed values over their median distance from the median."""

@@ -188,8 +188,8 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         Diverged: rollbacks are disabled, their limit is reached, or there is no earlier checkpoint.
     """
     training = task.plan.config.training
-    checkpoints.abandon_saves()
-    non_finite = checkpoints.not_finite(checkpoint_tensors(task))
+    checkpoints.drain_saves()
+    non_finite = checkpoints.describe_not_finite(checkpoint_tensors(task))
     causes = []
     if progress.skipped_in_a_row:
         skipped = counted(progress.skipped_in_a_row, "step")

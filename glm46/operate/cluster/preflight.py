@@ -34,7 +34,7 @@ from glm46.operate.launch.hostfile import read_hostfile, refuse_hosts
 from glm46.operate.launch.launch_hosts import unreachable
 from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, Nodes
 from glm46.operate.launch.rendezvous import refuse_ports, rendezvous_options
-from glm46.operate.launch.ssh_hosts import PASSED_VARIABLES, in_this_folder, module_words, places, run_on_hosts
+from glm46.operate.launch.ssh_hosts import PASSED_VARIABLES, in_this_folder, module_words, place_variables, run_on_hosts
 from glm46.operate.launch.torchrun import End, LauncherSignals, run_ranks
 from glm46.run.plan import Plan, resolve_plan
 
@@ -177,7 +177,7 @@ def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
         options += ["--full"] if arguments.full else []
         options += ["--config", str(arguments.config), *overrides] if arguments.config is not None else []
         variables = variables_that_begin(*PASSED_VARIABLES)
-        node_places = places(reached, variables)
+        node_places = place_variables(reached, variables)
         commands = [in_this_folder(module_words({**variables, **place}, options)) for place in node_places]
         first = run_on_hosts(reached, commands, _HOSTS_SECONDS[arguments.full], at_once=len(reached))[0]
         lines = (first.output + first.errors).strip().splitlines()

@@ -48,8 +48,8 @@ class ActivationMemory(StepFacts):
         hops = rows_of_hops(plan, self.shape)
         recompute = self.checkpointing.recompute
         self.bytes = LayerBytes(self.shape, self.width, layout.tp, layout.ep, hops, recompute)
-        self._of_row = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
-        self._known: dict[tuple[str, Frozen | None, str], float] = {}
+        self._row_sizes = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
+        self._bytes_by_run: dict[tuple[str, Frozen | None, str], float] = {}
 
     def of_micro_batch(self, part: StagePart, rank_stages: Set[int]) -> float:
         """Return the bytes that a stage keeps of the forward of a micro-batch.
@@ -79,10 +79,11 @@ class ActivationMemory(StepFacts):
     def in_host(self, parts: list[StagePart], counts: dict[int, int]) -> tuple[float, float]:
         """Return the bytes that leave the device for host memory, and the bytes that they take there. Two layers of
         each stage stay on the device; torch's pinned allocator rounds each tensor up to a power of two."""
-        freed = held = 0.0
+        freed = 0.0
+        held = 0.0
         for part in parts:
             layers = self.offloaded(part)
-            sizes = [*map(sum, layers), 0.0]
+            sizes = [*map(sum, layers), 0.0]  # 0 makes a pair of a single layer
             freed += counts[part.index] * sum(sizes) - max(map(sum, pairwise(sizes)), default=0.0)
             if self.device == "gpu":
                 layers = [[*map(pinned, tensors)] for tensors in layers]
@@ -126,10 +127,11 @@ class ActivationMemory(StepFacts):
 
     def _layer(self, run: BlockRun, mode: str) -> float:
         """Return the bytes that a block keeps, per token of a rank."""
-        if (key := (run.block, run.frozen, mode)) not in self._known:
-            self._known[key] = self.bytes.layer(*key)
+        key = (run.block, run.frozen, mode)
+        if key not in self._bytes_by_run:
+            self._bytes_by_run[key] = self.bytes.layer(*key)
         # The input of the first norm has no gradient.
-        return self._known[key] - (run.is_first and mode == "none") * self.shape.hidden_size * FP32
+        return self._bytes_by_run[key] - (run.is_first and mode == "none") * self.shape.hidden_size * FP32
 
     def _backward_runs(self, part: StagePart) -> list[BlockRun]:
         return [run for run in part.runs(self.checkpointing) if run.has_backward]
@@ -149,9 +151,9 @@ class ActivationMemory(StepFacts):
                 return 0.0
             # Keys and values of shared prompts, once for each sample.
             return layers * (SHARED_KEYS - 1) * 2 * self.rows * self.length * heads * shape.head_dim * self.width
-        if keys_travel(shape, self.width, **self._of_row):
-            return travelling_key_bytes(shape, self.width, **self._of_row)
-        kept = gathered_key_bytes(shape, self.width, **self._of_row)
+        if keys_travel(shape, self.width, **self._row_sizes):
+            return travelling_key_bytes(shape, self.width, **self._row_sizes)
+        kept = gathered_key_bytes(shape, self.width, **self._row_sizes)
         # The rank's own keys are counted with its layers; only the tensors made from them stay here.
         kept -= self.rows * self.length / layout.cp * kept_of_key(shape, layout.tp) * self.width
         # Keys and values are gathered one after the other.
@@ -176,7 +178,7 @@ class ActivationMemory(StepFacts):
         keys: float = queries
         if layout.cp == 1:
             keys *= SHARED_KEYS if self.config.rl is not None and shape.sliding_window is None else 1
-        elif not keys_travel(shape, self.width, **self._of_row):
+        elif not keys_travel(shape, self.width, **self._row_sizes):
             keys = self.rows * attended_keys(shape.sliding_window, self.length, layout.cp)[0]
         # A rank of context parallelism has two chunks of each row.
         runs = kernel_runs(max(self.rows * min(layout.cp, 2), queries / (self.plan.document_tokens or self.length)))

@@ -24,7 +24,7 @@ recomputes complete layers."""
 
 
 class Step(NamedTuple):
-    """One step of a layer, which sends rows, waits for rows or computes."""
+    """One action of a layer, which sends rows, waits for rows or computes."""
 
     kind: Literal["send", "wait", "shared", "gate_up", "down", "recomputation"]
     hop: tuple[int, bool] = (0, False)
@@ -38,10 +38,12 @@ def forward_steps(chunks: int, hops: int, returns: bool = True) -> list[Step]:
     steps: list[Step] = []
 
     def send(link: int, is_back: bool = False) -> Step:
+        """Add a send, and return the wait for it."""
         steps.append(Step("send", (link, is_back), sum(step.kind == "send" for step in steps)))
         return steps[-1]._replace(kind="wait")
 
     def change_link(waiting: list[Step], is_back: bool) -> None:
+        """With two hops: wait for the last of these sends, and send its rows over the other link."""
         if waiting and hops == 2:
             steps.append(waiting[-1])
             waiting[-1] = send(0 if is_back else 1, is_back)
@@ -75,7 +77,7 @@ def exposed_seconds(
     steps: Sequence[Step], computed: Mapping[str, float], hops: Mapping[tuple[int, bool], float], slowed: float
 ) -> float:
     """Return the seconds of the exchanges that no kernel hides, plus the slowdown of kernels that overlap with the
-    rest.
+    rest: play the steps on a clock, where each link carries one send at a time.
 
     Args:
         computed: seconds of each step that computes, by kind.
@@ -83,13 +85,17 @@ def exposed_seconds(
         slowed: slowdown of the kernels, as a share of the hidden seconds.
     """
     clock = 0.0
-    free = [0.0, 0.0]
+    link_free_at = [0.0, 0.0]
     received_at = dict[int, float]()
     for kind, hop, number in steps:
         if kind == "send":
-            received_at[number] = free[hop[0]] = max(clock, free[hop[0]]) + hops[hop]
+            link, _ = hop
+            link_free_at[link] = max(clock, link_free_at[link]) + hops[hop]
+            received_at[number] = link_free_at[link]
+        elif kind == "wait":
+            clock = max(clock, received_at[number])
         else:
-            clock = max(clock, received_at[number]) if kind == "wait" else clock + computed.get(kind, 0.0)
+            clock += computed.get(kind, 0.0)
     sent = sum(hops[step.hop] for step in steps if step.kind == "send")
     exposed = clock - sum(computed.get(step.kind, 0.0) for step in steps)
     return exposed + slowed * max(sent - exposed, 0.0)
@@ -127,12 +133,13 @@ def waits_for_tokens(
 
     slowed = 1 - min(roofline.overlap, 1 - CONTENTION)
     forward = sends(0 if plan.expert_levels else 1)
-    order = (batch.chunks, 1 if is_one_kernel else len(hops))
+    chunks = batch.chunks
+    hop_count = 1 if is_one_kernel else len(hops)
     forward_work = computed(False)
-    waits = exposed_seconds(forward_steps(*order), forward_work, forward, slowed)
-    backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
+    waits = exposed_seconds(forward_steps(chunks, hop_count), forward_work, forward, slowed)
+    backward = exposed_seconds(backward_steps(chunks, hop_count), computed(True), sends(1), slowed)
     if repeats:
-        backward += exposed_seconds(forward_steps(*order, returns=False), forward_work, forward, slowed)
+        backward += exposed_seconds(forward_steps(chunks, hop_count, returns=False), forward_work, forward, slowed)
     elif published and plan.layout.pp > 1:
         exposed_share = 1 - BESIDE_OTHERS.get(parallelism.pipeline_parallel_schedule, 0.0) * (1 - slowed)
         return exposed_share * waits, exposed_share * backward

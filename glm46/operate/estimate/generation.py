@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import ceil, prod
+from typing import NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
@@ -28,8 +29,16 @@ from glm46.run.layout import Layout, generation_layout
 from glm46.run.parameters import count_parameters, layer_counts, named_rows
 from glm46.run.plan import Plan
 
-_MOST_RANKS = 1024
+_MAX_RANKS = 1024
 _GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples modulo 1 are spread evenly for any number of them."""
+
+
+class _RankWeights(NamedTuple):
+    """Elements that a rank multiplies with in a decoding step."""
+
+    experts: float
+    others: float
 
 
 @dataclass(frozen=True)
@@ -50,13 +59,18 @@ class DecodingEngine:
         return WIDTHS[self.plan.config.training.mixed_precision_param]
 
     @cached_property
-    def _weights(self) -> dict[bool, float]:
-        """Elements that a rank multiplies with in a decoding step: of routed experts (True), and all others (False)."""
-        sizes = {True: 0.0, False: 0.0}
+    def _weights(self) -> _RankWeights:
+        experts = 0.0
+        others = 0.0
         for name, row in named_rows(self.plan.shape).items():
-            if row.is_matrix and row.part != "embedding" and not name.startswith("mtp."):
-                sizes[row.is_expert] += prod(local_shape(row, self.plan.shape, self.layout)) / self.layout.pp
-        return sizes
+            if not row.is_matrix or row.part == "embedding" or name.startswith("mtp."):
+                continue
+            elements = prod(local_shape(row, self.plan.shape, self.layout)) / self.layout.pp
+            if row.is_expert:
+                experts += elements
+            else:
+                others += elements
+        return _RankWeights(experts, others)
 
     @property
     def weight_bytes(self) -> int:
@@ -64,7 +78,7 @@ class DecodingEngine:
         rollout = self.plan.config.rollout
         return 1 if rollout is not None and rollout.weights_dtype else self._width
 
-    def _cache(self, tokens: float) -> float:
+    def _cache_bytes(self, tokens: float) -> float:
         """Return the bytes of the keys and values of one row, on each rank of the group that computes its attention."""
         layers = self.plan.shape.num_hidden_layers / self.layout.pp
         return tokens * layers * cached_elements(self.plan.shape, self.layout.tp) * self._width
@@ -82,10 +96,11 @@ class DecodingEngine:
         Args:
             context: mean tokens per row.
         """
-        (_, rollout), groups = self.plan.config.reinforcement, self.layout.dp_shard
+        _, rollout = self.plan.config.reinforcement
+        groups = self.layout.dp_shard
         if not self.is_server:  # the memory plan has counted these rows already
             return rollout.samples_at_once * groups
-        return max(min(rollout.samples_at_once, int(groups * self.free_bytes() / self._cache(context))), 1)
+        return max(min(rollout.samples_at_once, int(groups * self.free_bytes() / self._cache_bytes(context))), 1)
 
     def step_seconds(self, rows: int, context: float) -> float:
         """Return the seconds in which each of these rows gets a token."""
@@ -94,12 +109,15 @@ class DecodingEngine:
         share = self.cluster.efficiencies
         gpu = self.cluster.gpu
         group_rows = rows / layout.dp_shard
+        weights = self._weights
         expert_share = shape.num_experts_per_tok / shape.n_routed_experts
-        chosen = 1 - (1 - expert_share) ** rows
-        read = (self._weights[False] + chosen * self._weights[True]) * self.weight_bytes
-        moved = (read + group_rows * self._cache(context)) / (gpu.memory_bandwidth * share.memory)
-        products = 2 * (self._weights[False] * group_rows + self._weights[True] * expert_share * rows * share.imbalance)
-        seconds = max(moved, products / (gpu.bf16_flops * share.products)) * layout.pp
+        # Only the weights of experts that some row chooses are read.
+        chosen_share = 1 - (1 - expert_share) ** rows
+        read_bytes = (weights.others + chosen_share * weights.experts) * self.weight_bytes
+        read_bytes += group_rows * self._cache_bytes(context)
+        read_seconds = read_bytes / (gpu.memory_bandwidth * share.memory)
+        flops = 2 * (weights.others * group_rows + weights.experts * expert_share * rows * share.imbalance)
+        seconds = max(read_seconds, flops / (gpu.bf16_flops * share.products)) * layout.pp
         return seconds + self._collective_seconds(group_rows) + (0.0 if self.is_server else self._launch_seconds())
 
     def _collective_seconds(self, group_rows: float) -> float:
@@ -108,15 +126,17 @@ class DecodingEngine:
         layout = self.layout
         share = self.cluster.efficiencies
         _, moe, _ = layer_counts(shape)
-        hidden = group_rows * shape.hidden_size * self._width
+        hidden_bytes = group_rows * shape.hidden_size * self._width
         seconds = 0.0
         if layout.tp > 1:
-            sums = 2 * hidden * (layout.tp - 1) / layout.tp / self.cluster.link(1, layout.tp).bytes_per_second
-            seconds += 2 * shape.num_hidden_layers * (share.call_seconds + sums)
+            rate = self.cluster.link(1, layout.tp).bytes_per_second
+            sum_seconds = 2 * hidden_bytes * (layout.tp - 1) / layout.tp / rate
+            seconds += 2 * shape.num_hidden_layers * (share.call_seconds + sum_seconds)
         if layout.ep > 1:
-            rows = min(shape.num_experts_per_tok, layout.ep) * hidden / layout.tp * (layout.ep - 1) / layout.ep
-            link = self.cluster.link(1, layout.ep).exchange_bytes_per_second
-            seconds += 2 * moe * (share.call_seconds + rows / link * share.imbalance)
+            copies = min(shape.num_experts_per_tok, layout.ep)
+            sent_bytes = copies * hidden_bytes / layout.tp * (layout.ep - 1) / layout.ep
+            rate = self.cluster.link(1, layout.ep).exchange_bytes_per_second
+            seconds += 2 * moe * (share.call_seconds + sent_bytes / rate * share.imbalance)
         return seconds
 
     def _launch_seconds(self) -> float:
@@ -124,9 +144,9 @@ class DecodingEngine:
         shape = self.plan.shape
         form_index = form(self.plan.config.training.mixed_precision_param, is_compiled=False)
         dense, moe, norms = (KERNELS[name][form_index][0] for name in ("dense", "moe", "head_norms"))
-        layers = layer_counts(shape)
+        dense_layers, moe_layers, _ = layer_counts(shape)
         norms = norms * shape.use_qk_norm
-        launched = layers[0] * (dense + norms) + layers[1] * (moe + norms)
+        launched = dense_layers * (dense + norms) + moe_layers * (moe + norms)
         return launched * self.cluster.efficiencies.launch_seconds
 
 
@@ -185,9 +205,11 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
     Raises:
         UserError: the engines do not fit on the GPUs, or the model does not fit on an engine.
     """
-    (rl, rollout), cluster = plan.config.reinforcement, cost.cluster
+    rl, rollout = plan.config.reinforcement
+    cluster = cost.cluster
     is_server = rollout.kind != "local"
     longest = rollout.max_new_tokens
+    # Prompts are assumed to have half of the longest length in the mean.
     prompt = (plan.config.training.seq_len - rollout.max_new_tokens) / 2
     mean = min(options.completion_tokens or max(longest // 2, 1), longest)
     if is_server:
@@ -202,6 +224,8 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
         engines = plan.layout.world_size // ranks
     lengths = _lengths(ceil(rl.samples_per_rollout / engines), mean, longest)
     total = sum(lengths)
+    # Mean over all decoding steps: a completion takes part in as many steps as it has tokens, and in the mean half of
+    # its tokens are then written.
     context = prompt + sum(length * length for length in lengths) / (2 * total)
     at_once = engine.at_once(context)
     generation = _generation_seconds(lengths, at_once, lambda rows: engine.step_seconds(rows, context))
@@ -222,7 +246,7 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
 def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> DecodingEngine:
     """Choose an engine as `rl-servers` starts it."""
     room = usable_bytes(cluster.gpu.memory_bytes)
-    for size in [ranks] if ranks else [2**power for power in range(_MOST_RANKS.bit_length())]:
+    for size in [ranks] if ranks else [2**power for power in range(_MAX_RANKS.bit_length())]:
         split = split_model(plan.shape, size, cluster.gpus_per_node)
         if split is None:
             continue
@@ -230,7 +254,7 @@ def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> Dec
         weights = room - engine.free_bytes()
         if leaves_room(weights, room) or (ranks and weights < room):
             return engine
-    what = f"--gpus-per-engine {ranks}" if ranks else f"an engine of up to {_MOST_RANKS} GPUs"
+    what = f"--gpus-per-engine {ranks}" if ranks else f"an engine of up to {_MAX_RANKS} GPUs"
     raise UserError(f"command line: {what}: it does not hold this model; take more or larger GPUs, in whole hosts")
 
 
@@ -246,9 +270,9 @@ def _lengths(count: int, mean: int, longest: int) -> list[int]:
 def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable[[int], float]) -> float:
     """Return the seconds in which an engine generates these completions; one starts when another has ended."""
     running = lengths[:at_once]
-    waiting = lengths[at_once:][::-1]
+    waiting = lengths[at_once:][::-1]  # the next one is at the end
     heapify(running)
-    now = 0
+    now = 0  # in tokens
     seconds = 0.0
     while running:
         ended = heappop(running)
@@ -263,15 +287,17 @@ def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable
 def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, engines: int) -> float:
     """Return the seconds to move the weights from the trainer to the engines: written to and read from files, sent by
     rank 0 to each engine, or gathered by ranks that generate themselves."""
-    (_, rollout), port = plan.config.reinforcement, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
+    _, rollout = plan.config.reinforcement
+    port_bytes_per_second = cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
     size = float(count_parameters(plan.shape).total * engine.weight_bytes)
     if rollout.send_adapters:
         size = hugging_face_bytes(plan)
     if not engine.is_server:
         is_inside = cluster.gpus <= cluster.gpus_per_node
-        return size / (cluster.gpu.link_bandwidth * cluster.efficiencies.link if is_inside else port)
+        link_bytes_per_second = cluster.gpu.link_bandwidth * cluster.efficiencies.link
+        return size / (link_bytes_per_second if is_inside else port_bytes_per_second)
     if rollout.weights == "broadcast":  # rank 0 sends each engine its own copy, all through one port
-        return engines * size / port
+        return engines * size / port_bytes_per_second
     nodes = max(engines * engine.ranks / cluster.gpus_per_node, 1)
     return cluster.writing_seconds(size) + engines * size / (nodes * cluster.storage_gbytes * 1e9)
 
@@ -289,7 +315,8 @@ def rollout_lines(rollouts: Rollouts) -> dict[str, list[str]]:
     """Format the rollouts as lines under a title."""
     engine = rollouts.engine
     layout = rollouts.engine.layout
-    (rl, rollout), cluster = engine.plan.config.reinforcement, engine.cluster
+    rl, rollout = engine.plan.config.reinforcement
+    cluster = engine.cluster
     where = f"{counted(rollouts.other_gpus, 'GPU')} more" if engine.is_server else "the GPUs that train"
     what = f"tp {layout.tp}, experts over {layout.ep}, {rollouts.at_once:,} samples at once"
     generated = rollouts.completion_tokens * rl.samples_per_rollout / rollouts.generation

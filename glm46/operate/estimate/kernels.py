@@ -121,19 +121,21 @@ def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: 
     shape = batch.shape
     rows = layer_rows(shape, part)
     matrices = [row for row in rows if row.is_matrix]
-    products = again = [_product(row, batch) for row in matrices]
+    products = [_product(row, batch) for row in matrices]
+    recomputed_products = products
     backward = [work for work in products for _ in range(2)]  # gradients of input and of weight
-    converted = []
+    converted = []  # with True for experts
     if frozen is not None:
-        adapters = [work for row in frozen.adapters for work in _of_adapter(row, batch)]
-        backward = [*products, *(work for work in adapters for _ in range(2))]
-        products = again = [*products, *adapters]
+        adapters = [work for row in frozen.adapters for work in _adapter_products(row, batch)]
+        backward = [*products, *(work for work in adapters for _ in range(2))]  # frozen weights get no gradient
+        products = [*products, *adapters]
+        recomputed_products = products
         for row in (row for row in in_base_dtype(rows, shape, frozen.base_dtype) if row.is_quantised):
             share = row.numel(shape) / (batch.layout.ep if row.is_expert else batch.layout.tp)
             converted.append((row.is_expert, Work("memory", 0.0, *frozen.decoding(share, batch.width))))
     elif not batch.experts_fp8 and (part != "mtp" or checkpointing == "selective"):
         # The experts' second product is not repeated (`_Recalling` in `compute/parallelize/activation_checkpoint.py`).
-        again = [_product(row, batch) for row in matrices if not (row.is_expert and "down" in row.name)]
+        recomputed_products = [_product(row, batch) for row in matrices if not (row.is_expert and "down" in row.name)]
     core = _attention(batch)
     conversions = [work for _, work in converted]
     moved = _moved(part, batch, False)
@@ -143,11 +145,13 @@ def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: 
         core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes),
         moved_backward,
     ]
-    experts_again = "experts" in batch.recompute
-    selective = [work for is_expert, work in converted if experts_again or not is_expert]
-    selective += [*(work for work in again if experts_again or work.kind == "products"), moved]
+    repeats_experts = "experts" in batch.recompute
+    selective = [work for is_expert, work in converted if repeats_experts or not is_expert]
+    selective += [work for work in recomputed_products if repeats_experts or work.kind == "products"]
+    selective.append(moved)
     selective += [core] if "core_attn" in batch.recompute else []
-    recomputed = {"none": [], "full": [*conversions, *again, core, moved], "selective": selective}[checkpointing]
+    full = [*conversions, *recomputed_products, core, moved]
+    recomputed = {"none": [], "full": full, "selective": selective}[checkpointing]
     return PartWork((*conversions, *products, core, moved), tuple(backward), tuple(recomputed))
 
 
@@ -172,7 +176,7 @@ def _product(row: Parameter, batch: MicroBatch) -> Work:
     return Work("products", 2 * tokens * weights, nbytes, in_fp8=batch.linear_fp8 and row.fp8_family is not None)
 
 
-def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
+def _adapter_products(row: Parameter, batch: MicroBatch) -> list[Work]:
     """Describe the product with A or B of an adapter, whose ranks have all tokens of a tensor-parallel group, and the
     addition to the base's results. A magnitude scales these results: they are read and written once more."""
     shape = batch.shape

@@ -47,19 +47,19 @@ def _cost(
         tuple(range(0, mesh.dp_replicate * mesh.expert_shards * mesh.ep, mesh.ep)): "stage_experts",
         tuple(range(mesh.dp_replicate * mesh.dense_shards * mesh.tp)): "stage",
     }
-    loads = Counter[int]()
+    local_flops = 0
+    owned_flops = Counter[int]()  # by rank
     buckets = Counter[str]()
     sizes = Counter[str]()
     for task in plan.local:
-        matrices = task.matrices[1] - task.matrices[0]
-        loads[-1] += matrices * newton_schulz_flops(task.rows[1] - task.rows[0], task.columns, steps)
+        local_flops += task.matrix_count * newton_schulz_flops(task.row_count, task.columns, steps)
     for bucket in plan.buckets:
         axis = axes[bucket.ranks]
         buckets[axis] += 1
         sizes[axis] += width * sum(map(max, exchanged(bucket, 0)))
         for unit in bucket.units:
-            loads[bucket.ranks[unit.owner]] += unit.flops
-    max_flops = loads.pop(-1, 0) + max(loads.values(), default=0)
+            owned_flops[bucket.owner_rank(unit)] += unit.flops
+    max_flops = local_flops + max(owned_flops.values(), default=0)
     return MuonCost({axis: (buckets[axis], sizes[axis]) for axis in buckets}, max_flops)
 
 

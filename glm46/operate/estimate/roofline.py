@@ -57,9 +57,12 @@ class Roofline:
         """True if tokens are exchanged as `TargetCluster.exchange` states, not as the run sends them."""
         # Published benchmarks force equal loads of experts.
         self._imbalance = share.imbalance if plan.layout.ep > 1 and not self.published_exchange else 1.0
-        self._states = "host", share.host_bytes_per_second
-        if plan.config.optimizer.state_offload == "nvme":  # a ring in host memory uses both links at once
-            self._states = "disk", min(share.host_bytes_per_second, share.disk_bytes_per_second)
+        self._state_place = "host"
+        self._state_bytes_per_second = share.host_bytes_per_second
+        if plan.config.optimizer.state_offload == "nvme":
+            # States pass through a ring in host memory, which uses both links at once.
+            self._state_place = "disk"
+            self._state_bytes_per_second = min(share.host_bytes_per_second, share.disk_bytes_per_second)
 
     def kernels(self, work: Iterable[Work]) -> Cost:
         """Return the seconds of consecutive kernels by kind, at least the time in which the host launches them."""
@@ -76,11 +79,12 @@ class Roofline:
         moved = work.nbytes / self._memory
         if work.kind == "memory":
             return moved
-        is_own = work.kind == "experts" and not self.published_exchange  # others have faster grouped products in FP8
-        in_fp8 = self._share.fp8_experts if is_own else self._share.fp8
-        peak = self._fp8 * in_fp8 if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
+        # Published training stacks have faster grouped products in FP8 than this product.
+        are_own_experts = work.kind == "experts" and not self.published_exchange
+        fp8_share = self._share.fp8_experts if are_own_experts else self._share.fp8
+        peak = self._fp8 * fp8_share if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
         share = getattr(self._share, work.kind)
-        if work.rows:
+        if work.rows:  # the share grows with the rows, and is half of its limit at `<kind>_rows` of them
             share *= work.rows / (work.rows + getattr(self._share, f"{work.kind}_rows"))
         computed = max(work.flops / (peak * share), moved)
         return computed * (self._imbalance if work.kind == "experts" else 1.0)
@@ -100,11 +104,10 @@ class Roofline:
         sent = sum(map(self.traffic, exchanges))
         calls = sum(exchange.calls for exchange in exchanges)
         waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
-        place, rate = self._states
         cost = Cost({"optimizer": moved + computed})
-        copied = offloaded / rate
+        copied = offloaded / self._state_bytes_per_second
         cost.add({"waiting for Muon's matrices": waited} if waited else {})
-        cost.add({f"waiting for the {place}": copied - cost.seconds} if copied > cost.seconds else {})
+        cost.add({f"waiting for the {self._state_place}": copied - cost.seconds} if copied > cost.seconds else {})
         return cost
 
     def copies(self, traffic: Traffic) -> float:

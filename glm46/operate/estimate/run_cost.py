@@ -23,7 +23,7 @@ HOST_SHARE = 0.45
 PUE = 1.25
 """Power of a data centre relative to its computers. The survey of the Uptime Institute of 2024 has 1.56 on average;
 large new ones report 1.1 to 1.2."""
-_SENSITIVE = (
+_VARIED = (
     "products",
     "experts",
     "attention",
@@ -35,7 +35,7 @@ _SENSITIVE = (
     "call_seconds",
 )
 """Efficiencies whose effect on a run is shown."""
-_WIDE = {
+_ASSUMED_RATIOS = {
     "products": (0.7, 1.6),
     "experts": (0.6, 2.2),
     "attention": (0.6, 2.0),
@@ -48,14 +48,14 @@ _WIDE = {
 }
 """Lowest and highest ratio of true to predicted time of a part of a step, if its efficiency is assumed: estimated from
 runs that others published (docs/planner.md)."""
-_OTHERS = (0.5, 2.5)
-"""The same for a part that `_WIDE` does not have."""
-_NARROW = (0.87, 1.15)
+_OTHER_RATIO = (0.5, 2.5)
+"""The same for a part that `_ASSUMED_RATIOS` does not have."""
+_MEASURED_RATIO = (0.87, 1.15)
 """The same for a part whose efficiencies are measured."""
 _UNMODELLED = 0.15, 0.3
 """How much shorter and how much longer than the sum of its parts a step may be, as shares of it. Overlaps and fusions
 that are not modelled shorten it; host work, uneven ranks and nodes lengthen it. These shares are never measured."""
-_DECIDED_BY = {
+_EFFICIENCIES_OF_PART = {
     "recomputation": ("products", "experts", "attention", "memory"),
     "waiting for ep": ("link", "network"),
     "waiting for tp": ("link", "network"),
@@ -114,13 +114,15 @@ class RunCost:
         measured = self.cluster.efficiencies.measured
         squares: dict[str, tuple[float, float]] = {}
         for name, seconds in step.parts.items():
-            is_measured = measured.issuperset(_DECIDED_BY.get(name, (name,)))
+            is_measured = measured.issuperset(_EFFICIENCIES_OF_PART.get(name, (name,)))
             share = seconds / step.seconds
-            low, high = _NARROW if is_measured else _WIDE.get(name, _OTHERS)
+            low, high = _MEASURED_RATIO if is_measured else _ASSUMED_RATIOS.get(name, _OTHER_RATIO)
             squares[name] = ((1 - low) * share) ** 2, ((high - 1) * share) ** 2
-        low, high = (sum(side_squares[side] for side_squares in squares.values()) for side in (0, 1))
+        low_square = sum(low for low, _ in squares.values())
+        high_square = sum(high for _, high in squares.values())
         largest = sorted(squares, key=lambda name: -sum(squares[name]))[:3]
-        return 1 - math.sqrt(low + _UNMODELLED[0] ** 2), 1 + math.sqrt(high + _UNMODELLED[1] ** 2), largest
+        shorter, longer = _UNMODELLED
+        return 1 - math.sqrt(low_square + shorter**2), 1 + math.sqrt(high_square + longer**2), largest
 
     @property
     def gpu_hours(self) -> float:
@@ -158,8 +160,8 @@ def run_cost(plan: Plan, cluster: TargetCluster) -> RunCost:
         if not plan.stage_tokens[index]:
             break
         smallest, largest = batches_of(plan, index)
-        time = step_time(plan, index, largest, cluster)
-        seconds = time.seconds
+        largest_step = step_time(plan, index, largest, cluster)
+        seconds = largest_step.seconds
         sequences = plan.stage_tokens[index] / plan.text_stages[index].seq_len
         per_sequence = seconds / largest
         fixed = 0.0
@@ -167,7 +169,7 @@ def run_cost(plan: Plan, cluster: TargetCluster) -> RunCost:
             min_seconds = step_time(plan, index, smallest, cluster).seconds
             per_sequence = (seconds - min_seconds) / (largest - smallest)
             fixed = seconds - per_sequence * largest
-        stages.append(StageCost(steps, fixed * steps + per_sequence * sequences, time))
+        stages.append(StageCost(steps, fixed * steps + per_sequence * sequences, largest_step))
     return RunCost(cluster, stages, plan.budget_tokens, run_flops(plan))
 
 
@@ -178,7 +180,7 @@ def sensitivity(plan: Plan, cost: RunCost) -> dict[str, tuple[float, float]]:
     sequences = batches_of(plan, index)[1]
     days = {}
     base = step_time(plan, index, sequences, cost.cluster).seconds
-    for name in _SENSITIVE:
+    for name in _VARIED:
         value = getattr(cost.cluster.efficiencies, name)
         days_by_factor = []
         for factor in (0.8, 1.2):
@@ -202,9 +204,9 @@ def count_steps(plan: Plan) -> list[int]:
         while remaining > 0:
             rows = batch_sequences(batch, clock, plan.rows_per_micro_batch)
             steps = -(-remaining // rows) if clock >= ramp_ends else 1  # all of equal size
-            count = count + steps
-            remaining = remaining - rows * steps
-            clock = clock + rows * steps * stage.seq_len
+            count += steps
+            remaining -= rows * steps
+            clock += rows * steps * stage.seq_len
         counts.append(count)
         begins += tokens
     return counts
@@ -234,14 +236,28 @@ def effective_time(plan: Plan, cost: RunCost) -> EffectiveTime | None:
     checkpoint = plan.config.checkpoint
     if not checkpoint.enable or plan.config.rl is not None:
         return None
-    between = GPU_HOURS_PER_FAILURE / cost.cluster.gpus * 3600
-    step = cost.days * SECONDS_PER_DAY / cost.steps
-    interval = min(checkpoint.interval, cost.steps) * step
-    best = min(max(round(math.sqrt(2 * STALL_SECONDS * between) / step), 1), cost.steps)
-    ratio, best_ratio = (effective_ratio(seconds, between) for seconds in (interval, best * step))
-    totals = cost.days, cost.gpu_hours, cost.dollars
-    longer = (None if total is None or not ratio else total / ratio for total in totals)
-    return EffectiveTime(between, interval, ratio, best, best_ratio, *longer)
+    between_failures = GPU_HOURS_PER_FAILURE / cost.cluster.gpus * 3600
+    step_seconds = cost.days * SECONDS_PER_DAY / cost.steps
+    interval = min(checkpoint.interval, cost.steps) * step_seconds
+    # First-order optimum. Source: Young, CACM 17(9), 1974.
+    best_seconds = math.sqrt(2 * STALL_SECONDS * between_failures)
+    best_steps = min(max(round(best_seconds / step_seconds), 1), cost.steps)
+    ratio = effective_ratio(interval, between_failures)
+    best_ratio = effective_ratio(best_steps * step_seconds, between_failures)
+
+    def with_losses(total: float | None) -> float | None:
+        return None if total is None or not ratio else total / ratio
+
+    return EffectiveTime(
+        failure_seconds=between_failures,
+        interval_seconds=interval,
+        ratio=ratio,
+        best_steps=best_steps,
+        best_ratio=best_ratio,
+        days=with_losses(cost.days),
+        gpu_hours=with_losses(cost.gpu_hours),
+        dollars=with_losses(cost.dollars),
+    )
 
 
 def effective_ratio(interval: float, between: float) -> float:

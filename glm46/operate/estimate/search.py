@@ -24,7 +24,7 @@ from glm46.operate.estimate.units import aligned, amount, binary_size, time_unit
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
-_STEPS = tuple(
+_RECOMPUTATIONS = tuple(
     map(
         ActivationCheckpointConfig.model_validate,
         (
@@ -36,11 +36,13 @@ _STEPS = tuple(
     )
 )
 """Recomputation settings, from the fastest to the smallest: the first one with which a layout fits is used."""
-_RANKED = 12
+_MAX_KEPT = 12
 """Number of layouts that are kept, the fastest ones."""
-_MOST_GPUS = 2**14
-_POWERS = [2**power for power in range(_MOST_GPUS.bit_length())]
-_LEAST_CONTEXT_SHARE = 1024
+_MAX_GPUS = 2**14
+_MAX_EXPERT_DEGREE = 64
+"""Wider expert parallelism is not tried."""
+_POWERS = [2**power for power in range(_MAX_GPUS.bit_length())]
+_MIN_CONTEXT_TOKENS = 1024
 """Minimum tokens of the longest row per context-parallel rank: with fewer it mostly gathers keys."""
 
 
@@ -103,28 +105,29 @@ def search_layouts(config: RunConfig, cluster: TargetCluster, document_tokens: f
     layouts = list(_layouts(config, cluster))
     for done, parallelism in enumerate(layouts):
         report(done, len(layouts))
-        candidate = config.model_copy(update={"parallelism": parallelism, "activation_checkpoint": _STEPS[0]})
+        candidate = config.model_copy(update={"parallelism": parallelism, "activation_checkpoint": _RECOMPUTATIONS[0]})
         if faults := find_faults(candidate, cluster.gpus):
             refused[faults[0].keys[0]] += 1
             continue
         plan = resolve_plan(candidate, cluster.gpus, document_tokens, host_ranks=cluster.host_ranks)
-        for step in _STEPS:
-            plan = replace(plan, config=candidate.model_copy(update={"activation_checkpoint": step}))
+        for recomputation in _RECOMPUTATIONS:
+            plan = replace(plan, config=candidate.model_copy(update={"activation_checkpoint": recomputation}))
             memory = largest_stage(stage_memory(plan)).total
-            if memory <= usable and not find_faults(plan.config, cluster.gpus):  # a stage may have a single layer
+            # A recomputation has rules of its own, for example about stages of a single layer.
+            if memory <= usable and not find_faults(plan.config, cluster.gpus):
                 best.append(Candidate(plan, memory, run_cost(plan, cluster)))
                 break
-        else:
-            too_large = too_large + 1
+        else:  # no recomputation makes it fit
+            too_large += 1
             min_memory = min(min_memory, memory)
     report(len(layouts), len(layouts))
-    best.sort(key=lambda entry: entry.cost.days)
-    return Search(config, cluster, best[:_RANKED], len(best), refused, too_large, min_memory)
+    best.sort(key=lambda fitting: fitting.cost.days)
+    return Search(config, cluster, best[:_MAX_KEPT], len(best), refused, too_large, min_memory)
 
 
 def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     """Plan a run on the smallest cluster of these GPUs, a power of two, that holds it with full recomputation; None if
-    `_MOST_GPUS` do not."""
+    `_MAX_GPUS` do not."""
     smaller = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode="full")})
     usable = usable_bytes(cluster.gpu.memory_bytes)
     kept = checkpoint_size(resolve_plan(config))
@@ -132,11 +135,11 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     # Gradients are as large as weights; fewer GPUs than this cannot hold what persists between steps.
     min_gpus = 1 if config.training.parameter_offload else (2 * kept.weights + states) / usable
     for gpus in (count for count in _POWERS if count >= min_gpus):
-        host_ranks = (others := replace(cluster, gpus=gpus)).host_ranks
-        for parallelism in _layouts(smaller, others):
+        smaller_cluster = replace(cluster, gpus=gpus)
+        for parallelism in _layouts(smaller, smaller_cluster):
             candidate = smaller.model_copy(update={"parallelism": parallelism})
             if not find_faults(candidate, gpus) and plan_memory(candidate, gpus).total <= usable:
-                return resolve_plan(candidate, gpus, host_ranks=host_ranks)
+                return resolve_plan(candidate, gpus, host_ranks=smaller_cluster.host_ranks)
     return None
 
 
@@ -144,16 +147,19 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
     """Yield the layouts whose degrees divide the number of GPUs; a tensor-parallel group stays inside a node."""
     shape = resolve_shape(config.model)
     gpus = cluster.gpus
-    width = min(cluster.gpus_per_node, cluster.gpus)
+    node_gpus = min(cluster.gpus_per_node, cluster.gpus)
     max_length = max([config.training.seq_len, *(stage.seq_len or 0 for stage in config.data.stages)])
     experts = shape.n_routed_experts
-    tensor = [degree for degree in _POWERS if width % degree == 0]
+    tensor = [degree for degree in _POWERS if node_gpus % degree == 0]
     pipeline = [degree for degree in _POWERS if degree <= shape.num_hidden_layers and gpus % degree == 0]
-    context = [degree for degree in _POWERS if degree <= max(max_length // _LEAST_CONTEXT_SHARE, 1)]
+    context = [degree for degree in _POWERS if degree <= max(max_length // _MIN_CONTEXT_TOKENS, 1)]
     for tp, pp, cp in product(tensor, pipeline, context):
         if gpus % (tp * pp * cp):
             continue
-        for ep in (ep for ep in range(1, min(gpus // pp, experts, 64) + 1) if experts % ep == 0 == gpus // pp % ep):
+        stage_gpus = gpus // pp
+        for ep in range(1, min(stage_gpus, experts, _MAX_EXPERT_DEGREE) + 1):
+            if experts % ep or stage_gpus % ep:
+                continue
             for pipeline_keys in _pipelines(config, shape, pp):
                 yield ParallelismConfig(
                     tensor_parallel_degree=tp,
@@ -167,33 +173,33 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
 
 
 _INTERLEAVED = "Interleaved1F1B"
-_STAGES = 4
+_MORE_STAGES = 4
+"""Stages per rank of the interleaved schedule that are tried in addition to its default."""
 
 
 def _pipelines(config: RunConfig, shape: ModelShape, pp: int) -> list[dict[str, Any]]:
     """Return the pipeline keys to try: the schedule of the config and two common ones with their default number of
     stages, and the interleaved one also with more stages."""
     names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", _INTERLEAVED])
-    tried = [*((name, None) for name in names), (_INTERLEAVED, _STAGES)]
-    return (
-        [
-            {
-                "pipeline_parallel_degree": pp,
-                "pipeline_parallel_schedule": name,
-                "pipeline_parallel_stages_per_rank": stages,
-            }
-            for name, stages in tried
-            if pp * (stages or PIPELINE_SCHEDULES[name].stages_per_rank) <= shape.num_hidden_layers
-        ]
-        if pp > 1
-        else [{}]
-    )
+    if pp == 1:
+        return [{}]
+    # Stages per rank; None for the default of the schedule.
+    schedules = [*((name, None) for name in names), (_INTERLEAVED, _MORE_STAGES)]
+    return [
+        {
+            "pipeline_parallel_degree": pp,
+            "pipeline_parallel_schedule": name,
+            "pipeline_parallel_stages_per_rank": stages,
+        }
+        for name, stages in schedules
+        if pp * (stages or PIPELINE_SCHEDULES[name].stages_per_rank) <= shape.num_hidden_layers
+    ]
 
 
 _GIB = 2**30
-_SHOWN = 10
+_SHOWN_LAYOUTS = 10
 _SECONDS_BETWEEN_LINES = 10.0
-_SHORT = {"weights and gradients": "FSDP2", "Muon's matrices": "Muon", "the host": "host", "the disk": "disk"}
+_SHORT_WAITS = {"weights and gradients": "FSDP2", "Muon's matrices": "Muon", "the host": "host", "the disk": "disk"}
 """Short names of what a layout waits for, which fit into a column."""
 
 
@@ -205,7 +211,7 @@ def search_text(search: Search) -> str:
     where = f"{config.job.description} ({config.model.flavor}) on {search.cluster.gpus:,} x {gpu}"
     parts = [f"{where}:\n{_summary(search)}"]
     if best:
-        parts.append("\n".join(aligned(_layout_rows(best[:_SHOWN]), " ")))
+        parts.append("\n".join(aligned(_layout_rows(best[:_SHOWN_LAYOUTS]), " ")))
         parts.append(_options("options of the first one:", best[0].plan, config))
     if search.smallest is None:
         parts.append(f"no cluster of {gpu} holds it: lower training.local_batch_size or the sequence")
@@ -244,14 +250,14 @@ def _plan_numbers(plan: Plan, config: RunConfig) -> dict:
     return {
         "layout": asdict(plan.layout),
         "schedule": plan.config.parallelism.pipeline_parallel_schedule if plan.layout.pp > 1 else None,
-        "recomputation": _step_name(plan.config.activation_checkpoint),
+        "recomputation": _recomputation_name(plan.config.activation_checkpoint),
         "options": options_of(plan, config),
     }
 
 
-def _step_name(step: ActivationCheckpointConfig) -> str:
+def _recomputation_name(config: ActivationCheckpointConfig) -> str:
     """Return the mode, or "+experts" for results that are recomputed in addition to "selective"."""
-    return "".join(f"+{name}" for name in step.recompute) or step.mode
+    return "".join(f"+{name}" for name in config.recompute) or config.mode
 
 
 def _options(title: str, plan: Plan, config: RunConfig) -> str:
@@ -286,12 +292,12 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
                 str(layout.pp),
                 schedule,
                 *map(str, (layout.cp, layout.ep, layout.dp_shard)),
-                _step_name(config.activation_checkpoint),
+                _recomputation_name(config.activation_checkpoint),
                 amount(candidate.cost.days * SECONDS_PER_DAY / unit),
                 f"{candidate.cost.mfu:.1%}",
                 amount(candidate.memory / _GIB),
                 f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
-                f"{_SHORT.get(main_wait, main_wait)} {waits[main_wait] / step.seconds:.0%}" if main_wait else "-",
+                f"{_SHORT_WAITS.get(main_wait, main_wait)} {waits[main_wait] / step.seconds:.0%}" if main_wait else "-",
             )
         )
     return rows
@@ -299,14 +305,15 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
 
 def _reporter() -> Callable[[int, int], None]:
     """Return a function that prints progress: on one line of a terminal, elsewhere as a line now and then."""
-    is_terminal, last = sys.stderr.isatty(), time.monotonic()
+    is_terminal = sys.stderr.isatty()
+    printed_at = time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal last
+        nonlocal printed_at
         if is_terminal:
             print(f"\r{done:,} of {total:,} layouts", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
+        elif time.monotonic() - printed_at >= _SECONDS_BETWEEN_LINES:
+            printed_at = time.monotonic()
             print(f"{done:,} of {total:,} layouts", file=sys.stderr, flush=True)
 
     return report

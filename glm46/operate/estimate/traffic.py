@@ -42,6 +42,7 @@ class Traffic:
     all_gather counts the gathered tensor, a reduce_scatter the unreduced one, an all_reduce its tensor once, an
     all_to_all what the rank sends to all, a send what it sends; a receive is another rank's send and is not counted."""
     what: str
+    """Purpose, such as `MUON` or one of `TOKENS`."""
 
 
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:

@@ -39,7 +39,7 @@ from glm46.operate.launch.ssh_hosts import (
     client_words,
     in_this_folder,
     module_words,
-    places,
+    place_variables,
     reach_command,
     run_on_hosts,
     stoppable,
@@ -132,7 +132,7 @@ class HostRun:
         self._hosts = hosts
         variables = variables_that_begin(*PASSED_VARIABLES)
         commands = []
-        for host, place in zip(hosts, places(hosts, variables), strict=True):
+        for host, place in zip(hosts, place_variables(hosts, variables), strict=True):
             command = module_words({**variables, **place, START_TIMES: times.to_text()}, arguments)
             commands.append((host.name, client_words(host, stoppable(command, SAVE_SECONDS))))
         self._signal_number: int | None = None
@@ -187,7 +187,7 @@ class HostRun:
     def _code_of(self, end: HostEnd, *, is_first: bool) -> int:
         """Return the exit code of a host. The first host that ends decides how long the others may run."""
         is_lost = end.code < 0 or end.code == NOT_CONNECTED
-        name = self._hosts[end.place].name
+        name = self._hosts[end.command_index].name
         if is_lost and not self._is_killed:
             self.lost.append(name)
         if is_first and self._signal_number is None and not self._is_cut_off:

@@ -33,8 +33,11 @@ from glm46.tasks.rl.prompts import read_prompts
 _SHARES = {"sglang": 0.7, "vllm": 0.9}
 """Share of a GPU's memory that a server takes for weights and cache. Sources: miles for GLM-4.5; vLLM's default."""
 _FIRST_PORT = 8000
+"""Port of the first server of a host whose port rollout.urls does not name."""
 _MEETING_PORT = 5000
+"""Port at which the nodes of the server at `_FIRST_PORT` meet; the distance is the same for other ports."""
 _MAX_GPUS = 512
+"""Maximum number of GPUs of a server that is tried."""
 _STOP_SECONDS = 20
 """Time for a server to end after SIGTERM."""
 _SOURCE_EXTENSION = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
@@ -42,10 +45,11 @@ _SOURCE_EXTENSION = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
 _EXTENSION = _SOURCE_EXTENSION if _SOURCE_EXTENSION.is_dir() else Path("deploy/vllm")
 _VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(_EXTENSION)}
 _PYTHON = "GLM46_VLLM_PYTHON"
+"""Variable with the Python of vLLM, for servers on this machine."""
 _CPU = "CPU"
 _CPU_CACHE = 64 * 2**20
 """Minimum of bytes for keys and values."""
-_DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
+_VLLM_DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def serve(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -125,7 +129,7 @@ class ServerPlan:
         self.urls = [f"http://{places[0][0].name}:{port}" for places, port in self.places]
 
     def _fitting(self, requested: int | None) -> ServerSplit:
-        sizes = [requested] if requested else [2**power for power in range(10)]
+        sizes = [requested] if requested else [2**power for power in range(_MAX_GPUS.bit_length())]
         for gpus in sizes:
             engine = split_model(self._shape, gpus, self._gpu.host_gpus)
             if engine is None or self._needed(engine) > self._room:
@@ -270,7 +274,7 @@ class ServerPlan:
         words += ["--worker-extension-cls", "glm_ext.Extension"]
         words += ["--enable-return-routed-experts"] if self._rl.routing_replay else []
         words += ["--enable-lora", *self._rank()] if self.rollout.send_adapters else []
-        words += ["--speculative-config", json.dumps(_DRAFTS)] if self._shape.num_nextn_predict_layers else []
+        words += ["--speculative-config", json.dumps(_VLLM_DRAFTS)] if self._shape.num_nextn_predict_layers else []
         return words
 
     def _rank(self) -> list[str]:
@@ -321,7 +325,15 @@ def cpu_of(config: RunConfig) -> Accelerator | None:
     urls = rollout.urls if rollout is not None and rollout.kind == "vllm" else ()
     if machine.gpus or not urls or not all(is_loopback(urlsplit(url).hostname or "") for url in urls):
         return None
-    return Accelerator(_CPU, 0.0, machine.memory_bytes // len(urls), 0.0, 0.0, 0.0, host_gpus=len(urls))
+    return Accelerator(
+        name=_CPU,
+        bf16_flops=0.0,
+        memory_bytes=machine.memory_bytes // len(urls),
+        compute_capability=0.0,
+        memory_bandwidth=0.0,
+        link_bandwidth=0.0,
+        host_gpus=len(urls),
+    )
 
 
 def folder_of(config: RunConfig, folder: str | None) -> str:
@@ -376,5 +388,5 @@ def run_servers(servers: ServerPlan, connection: str) -> int:
             commands.append((name, words))
     with closing(HostProcesses(commands, _STOP_SECONDS)) as processes:
         end = cast(HostEnd, processes.next_end())
-        print(f"{commands[end.place][0]}: ended with code {end.code}", flush=True)
+        print(f"{commands[end.command_index][0]}: ended with code {end.code}", flush=True)
         return end.code

@@ -1,8 +1,9 @@
 """Commands on hosts through ssh or srun: `run_on_hosts` collects their output, `HostProcesses` prints it as it comes.
+``launch --hostfile``, preflight, cluster setup and inference servers use it.
 
 ssh passes no signals on, and when it is killed, the command that it started continues. So a `stoppable` command reads
-names of signals from its standard input. The input ends with the client, and so with the process or the machine that
-started the client; the end of the input ends the command.
+names of signals from its standard input. If the client, the process that started it, or its machine dies, the input
+closes and the command is stopped.
 """
 
 import os
@@ -23,8 +24,8 @@ from typing import Any, NamedTuple
 from glm46.config.errors import UserError
 from glm46.operate.launch.hostfile import Host
 
-CONNECTIONS = ("ssh", "srun")
-"""Names of the clients that run a command on a host."""
+CLIENTS = ("ssh", "srun")
+"""Programs that run a command on a host."""
 NOT_CONNECTED = 255
 """Exit code of ssh without a connection. Source: ssh(1)."""
 PASSED_VARIABLES = (
@@ -39,8 +40,10 @@ PASSED_VARIABLES = (
     "TORCH_",
 )
 """Prefixes of the environment variables that a host gets from this process; it has all others from its own login."""
-_AT_ONCE = 64
-_HELD_LINES = 10_000
+_CLIENTS_AT_ONCE = 64
+"""Clients of `run_on_hosts` that run at the same time, unless its caller needs more: each takes a thread and pipes."""
+_MAX_WAITING_LINES = 10_000
+"""Lines of output that wait to be printed. With more, the commands wait until some have been printed."""
 _CLIENT_SECONDS = 10.0
 """Time for the client to end after its command was killed."""
 
@@ -55,20 +58,20 @@ class HostAnswer(NamedTuple):
     errors: str
 
     def reason(self) -> str:
-        """Return the reason for the lack of an answer: the last line of output, or the exit code."""
+        """Return one line about a failure: the last line of errors, or of output; without output, how it ended."""
         lines = (self.errors or self.output).strip().splitlines()
         if lines:
             return lines[-1]
         return "no answer in time" if self.code is None else f"exit code {self.code}"
 
 
-def client_words(host: Host, command: str, connection: str = "ssh") -> list[str]:
+def client_words(host: Host, command: str, client: str = "ssh") -> list[str]:
     """Return the command line of the client that runs a command of the shell on a host.
 
     Args:
-        connection: "ssh", or "srun" in an allocation of Slurm.
+        client: "ssh", or "srun" in an allocation of Slurm.
     """
-    if connection == "srun":
+    if client == "srun":
         step_options = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host.name}")
         return ["srun", *step_options, "--cpu-bind=none", "sh", "-c", command]
     # A connection that has been silent for 15 s is lost.
@@ -78,11 +81,11 @@ def client_words(host: Host, command: str, connection: str = "ssh") -> list[str]
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.login, command]
 
 
-def reach_command(host: Host, connection: str = "ssh") -> str:
+def reach_command(host: Host, client: str = "ssh") -> str:
     """Return a command to type that shows whether the host can be reached."""
-    if connection == "ssh":
+    if client == "ssh":
         return f"ssh -o BatchMode=yes {host.login} true"
-    return shlex.join(client_words(host, "true", connection))
+    return shlex.join(client_words(host, "true", client))
 
 
 def in_this_folder(command: str) -> str:
@@ -96,7 +99,7 @@ def module_words(variables: Mapping[str, str], arguments: Sequence[str]) -> str:
     return shlex.join(["env", *settings, sys.executable, "-m", "glm46", *arguments])
 
 
-def places(hosts: Sequence[Host], variables: Mapping[str, str]) -> list[dict[str, str]]:
+def place_variables(hosts: Sequence[Host], variables: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the variables that tell each host its place among the hosts of a run.
 
     Args:
@@ -110,9 +113,9 @@ def run_on_hosts(
     hosts: Sequence[Host],
     commands: Sequence[str],
     seconds: float,
-    connection: str = "ssh",
+    client: str = "ssh",
     *,
-    at_once: int = _AT_ONCE,
+    at_once: int = _CLIENTS_AT_ONCE,
 ) -> list[HostAnswer]:
     """Run a command on each host, ``at_once`` at a time; a client that runs longer than ``seconds`` is killed.
 
@@ -121,15 +124,15 @@ def run_on_hosts(
     """
 
     def run(host: Host, command: str) -> HostAnswer:
-        words = client_words(host, command, connection)
-        client = _start(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        words = client_words(host, command, client)
+        process = _start(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
         code: int | None = None
         try:
-            output, errors = client.communicate(timeout=seconds)
-            code = client.returncode
+            output, errors = process.communicate(timeout=seconds)
+            code = process.returncode
         except subprocess.TimeoutExpired:
-            _kill(client)
-            output, errors = client.communicate()
+            _kill(process)
+            output, errors = process.communicate()
         return HostAnswer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
 
     _allow_files_for_clients()
@@ -141,20 +144,20 @@ def stoppable(command: str, stop_seconds: int) -> str:
     """Return a command for the shell of a host that gets signals by name on its standard input.
 
     Args:
-        command: words for ``env``.
+        command: arguments of ``env``, such as ``VARIABLE=value program arguments``.
         stop_seconds: at the end of the input the command gets SIGTERM, and SIGKILL this many seconds later.
     """
-    script = f"""exec 3<&0
+    script = f"""exec 3<&0 # keeps the input for the loop below: the shell gives /dev/null to a job in the background
 setsid env {command} </dev/null 3<&- &
 command=$!
-send() {{ # until setsid has run, the command has no group of its own
+send() {{ # the command has no group until setsid has run: try until the group gets the signal or the command has ended
     until kill "-$1" "-$command" || ! kill -0 "$command"; do sleep 0.1; done
 }}
 {{
     while read -r name <&3; do send "$name"; done
     exec 3<&-
     send TERM
-    for _ in $(seq {stop_seconds}); do sleep 1; done
+    for _ in $(seq {stop_seconds}); do sleep 1; done # short: a sleep that runs outlives `kill $watch`
     send KILL
 }} >/dev/null 2>&1 &
 watch=$!
@@ -170,10 +173,16 @@ exit $code"""
 class HostEnd(NamedTuple):
     """The end of one of several commands."""
 
-    place: int
-    """Index of the command."""
+    command_index: int
     code: int
     """Exit code of the client; negative if a signal has ended it."""
+
+
+class _OutputLine(NamedTuple):
+    """A line of output of one of several commands."""
+
+    command_index: int
+    text: str
 
 
 class HostProcesses:
@@ -191,22 +200,22 @@ class HostProcesses:
         _allow_files_for_clients()
         self._names = [name for name, _ in commands]
         self._stop_seconds = stop_seconds
-        self._events: queue.Queue[tuple[int, str | int]] = queue.Queue(_HELD_LINES)
+        self._events: queue.Queue[_OutputLine | HostEnd] = queue.Queue(_MAX_WAITING_LINES)
         self._running = dict[int, subprocess.Popen]()
         try:
-            for place, (name, words) in enumerate(commands):
-                self._running[place] = _start(words, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
-                thread = threading.Thread(target=self._read, args=(place,), name=f"output of {name}", daemon=True)
+            for index, (name, words) in enumerate(commands):
+                self._running[index] = _start(words, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
+                thread = threading.Thread(target=self._read, args=(index,), name=f"output of {name}", daemon=True)
                 thread.start()
         except BaseException:
             self.disconnect()
             raise
 
-    def _read(self, place: int) -> None:
-        client: Any = self._running[place]
+    def _read(self, index: int) -> None:
+        client: Any = self._running[index]
         for line in client.stdout:
-            self._events.put((place, line.decode(errors="replace").rstrip("\r\n")))
-        self._events.put((place, client.wait()))
+            self._events.put(_OutputLine(index, line.decode(errors="replace").rstrip("\r\n")))
+        self._events.put(HostEnd(index, client.wait()))
 
     def next_end(self, until: float = float("inf")) -> HostEnd | None:
         """Print lines until a command ends, or until `time.monotonic` has this value; then return None.
@@ -217,13 +226,14 @@ class HostProcesses:
         while True:
             wait_seconds = max(until - time.monotonic(), 0.0)
             try:
-                place, event = self._events.get(timeout=min(wait_seconds, threading.TIMEOUT_MAX))
+                event = self._events.get(timeout=min(wait_seconds, threading.TIMEOUT_MAX))
             except queue.Empty:
                 return None
-            if isinstance(event, int):
-                self._running.pop(place, None)
-                return HostEnd(place, event)
-            print(f"{self._names[place]}: {event}", flush=True)
+            if isinstance(event, HostEnd):
+                self._running.pop(event.command_index, None)
+                return event
+            print(f"{self._names[event.command_index]}: {event.text}", flush=True)
+            # The queue need not become empty: a host that prints without pause must not hold this past `until`.
             if time.monotonic() >= until:
                 return None
 
@@ -232,22 +242,26 @@ class HostProcesses:
         line = f"{signal.Signals(number).name.removeprefix('SIG')}\n".encode()
         for client in list(self._running.values()):
             if client.stdin is not None:
-                with suppress(OSError, ValueError):
+                with suppress(OSError, ValueError):  # it has ended, or its input is closed
                     os.write(client.stdin.fileno(), line)
 
     def disconnect(self) -> None:
         """Kill the clients that still run. Their commands end by the end of their input."""
+        self._close_inputs()
+        for client in self._running.values():
+            # Not its group: a command on this machine has no ssh, so the loop of `stoppable` is in the client's group.
+            # Without the loop the command would continue.
+            client.kill()
+
+    def _close_inputs(self) -> None:
         for client in self._running.values():
             if client.stdin is not None:
                 with suppress(OSError):
                     client.stdin.close()
-            client.kill()  # not its group: on this machine the group has the loop that ends the command
 
     def close(self) -> None:
         """End all commands, print their last lines, and wait for their end."""
-        for client in self._running.values():
-            if client.stdin is not None:
-                client.stdin.close()
+        self._close_inputs()
         end = time.monotonic() + self._stop_seconds + _CLIENT_SECONDS
         try:
             while self._running and self.next_end(end) is not None:

@@ -1,4 +1,7 @@
-"""Checkpoints for the trainer: save a step, find the newest complete one, load it. Loads are verified."""
+"""Checkpoints for the trainer: save a step, find the newest complete one, load it. Loads are verified.
+
+`engine.training.resume` finds and loads; `engine.training.saving` saves.
+"""
 
 import logging
 import time
@@ -60,14 +63,19 @@ class CheckpointManager:
         self._background = BackgroundSaver()
         self._verified: dict[Path, dict[str, Any]] = {}
         self.before_publishing: Callable[[], None] = lambda: None
-        """Called on the first rank, by the thread that saves."""
-        self._in_use: set[int] = set()
+        """Called on the first rank, by the thread that saves, just before the checkpoint gets its name. The trainer
+        writes its metrics up to the step: a run that resumes from it does not write them again."""
+        self._loaded_step: int | None = None
         self._branch_point: int | None = None
 
     @property
     def loaded_step(self) -> int | None:
-        """The step in ``folder`` that was loaded last, if any."""
-        return max(self._in_use, default=None)
+        """The step in ``folder`` that was loaded last, if any. Saves do not remove it."""
+        return self._loaded_step
+
+    @property
+    def _steps_in_use(self) -> tuple[int, ...]:
+        return () if self._loaded_step is None else (self._loaded_step,)
 
     def save(
         self,
@@ -95,7 +103,7 @@ class CheckpointManager:
         started = time.perf_counter()
         self._wait_for_save()
         snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
-        size = save_now(self._target, snapshot, self._ranks, self._in_use)
+        size = save_now(self._target, snapshot, self._ranks, self._steps_in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
@@ -120,26 +128,27 @@ class CheckpointManager:
         snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
         with self._ranks.stage("copying tensors to host memory"):
             self._background.stage(tensors)
-        self._background.start(self._target, snapshot, frozenset(self._in_use))
+        self._background.start(self._target, snapshot, self._steps_in_use)
         return True
 
     def poll(self) -> list[SaveOutcome]:
         """Return the background saves that ended since the last call. Call it every step; it costs nothing. Not
         collective.
 
-        All ranks get the same outcomes, but perhaps a step apart: report them, and base no decision on them.
+        All ranks get the same outcomes, but perhaps a step apart, because their threads do not end at the same time:
+        report them, and base no decision on them.
 
         Raises:
             CheckpointError: one of them failed. The next save can be started.
         """
         return self._background.take_ended()
 
-    def abandon_saves(self) -> None:
-        """Wait for the background save and drop its outcome. Collective."""
+    def drain_saves(self) -> None:
+        """Wait for the background save and drop its outcome, even an error. Collective."""
         self._wait_for_save()
         self._background.forget_ended()
 
-    def not_finite(self, tensors: Mapping[str, Tensor]) -> str:
+    def describe_not_finite(self, tensors: Mapping[str, Tensor]) -> str:
         """Return one line naming the tensors that hold NaN or infinity on any rank; empty if all are finite.
         Collective."""
         try:
@@ -175,8 +184,9 @@ class CheckpointManager:
                 if self.folder.is_dir():
                     repair(self.folder)
                 stage.value = [step for step in published_steps(self.folder) if before is None or step < before]
+        steps_of_first_rank = stage.values[0]
         bad: list[str] = []
-        for step in reversed(stage.values[0]):
+        for step in reversed(steps_of_first_rank):
             _, faults = self._verify(step_folder(self.folder, step))
             if not faults:
                 return step
@@ -218,19 +228,20 @@ class CheckpointManager:
         """
         self._wait_for_save()
         path = step_folder(self.folder, source) if isinstance(source, int) else Path(source)
-        body, faults = self._verify(path)
-        if body is None:
+        manifest, faults = self._verify(path)
+        if manifest is None:
             raise UserError(*faults)
-        files = records_of(body)
+        files = records_of(manifest)
         if faults := read_tensors(path, tensors, files, optional=optional, ranks=self._ranks, ignored=ignored):
             raise UserError(*faults)
         with self._ranks.stage("reading meta") as stage:
             if self._ranks.is_first:
                 stage.value = read_meta(path)
         if isinstance(source, int):
-            self._in_use = {source}
+            self._loaded_step = source
             self._branch_point = source
-        return stage.values[0]
+        meta_of_first_rank = stage.values[0]
+        return meta_of_first_rank
 
     def _begin(
         self,
@@ -242,8 +253,8 @@ class CheckpointManager:
     ) -> Snapshot:
         """Return the content of a save that starts now. Collective."""
         self._set_aside_newer()
-        self._verified.pop(step_folder(self.folder, step), None)
-        with self._ranks.stage("writing meta as JSON"):
+        self._verified.pop(step_folder(self.folder, step), None)  # the save replaces what was verified
+        with self._ranks.stage("encoding meta as JSON"):
             return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good, self.before_publishing)
 
     def _is_any_rank_saving(self) -> bool:
@@ -252,9 +263,11 @@ class CheckpointManager:
 
     def _wait_for_save(self) -> None:
         """Wait until no background save is running on any rank; its outcome stays for ``poll``. Collective."""
-        self._background.wait(_WAIT_SECONDS)
-        while self._is_any_rank_saving():
+        while True:
             self._background.wait(_WAIT_SECONDS)
+            # All ranks learn the same, so that they leave this loop together.
+            if not self._is_any_rank_saving():
+                return
 
     def _set_aside_newer(self) -> None:
         """Set aside later checkpoints after a load: they belong to the branch that the run left. Collective."""
@@ -272,10 +285,10 @@ class CheckpointManager:
         """Return the manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless
         the manifest records that the save checked them. Collective."""
         if path not in self._verified:
-            body, faults = verify_folder(path, step_of(path), self._ranks)
-            if body is not None and not body.get("finite", False):
-                faults = stored_not_finite(path, records_of(body), self._ranks)
-            if body is None or faults:
+            manifest, faults = verify_folder(path, step_of(path), self._ranks)
+            if manifest is not None and not manifest.get("finite", False):
+                faults = stored_not_finite(path, records_of(manifest), self._ranks)
+            if manifest is None or faults:
                 return None, faults
-            self._verified[path] = body
+            self._verified[path] = manifest
         return self._verified[path], []

@@ -4,8 +4,8 @@ A save works in ``step-000123.tmp``. When tensors, meta and manifest are synced,
 ``step-000123``, the parent folder is synced, then ``latest`` is replaced. A published folder is never written again.
 A step that is saved a second time moves the first one to ``step-000123.old`` until the new one has the name; ``repair``
 completes such an exchange after an interruption. Removal renames to ``step-000123.trash`` first, so that no
-half-removed folder looks published. One rank calls these functions: rank 0, or the first rank of each node if the
-folders are local to a node.
+half-removed folder looks published. Only one rank calls these functions for a folder: rank 0 or, for a folder on the
+disk of a node, one rank of that node.
 """
 
 import re

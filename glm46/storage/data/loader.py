@@ -18,7 +18,7 @@ from glm46.config.errors import raise_if
 from glm46.storage.data.batches import BatchBuilder
 from glm46.storage.data.best_fit import concatenate, plan_groups
 from glm46.storage.data.manifest import Manifest
-from glm46.storage.data.mixing import integer_weights, order, permute
+from glm46.storage.data.mixing import integer_weights, permute, source_and_sample
 from glm46.storage.data.pack_plans import plan_of
 from glm46.storage.data.packing import ConcatenatedRows, PackedRows, full_rows, open_tokens
 
@@ -125,7 +125,8 @@ class TrainStream(IterableDataset):
         """Return the source of each global sample number and the row within the source, both int64 [n]."""
         names = [source.name for source in self.sources]
         places = numbers - self.span.first
-        return order(places, self.weights, names, self.rows_per_source, self.seed, self.span.rows_before)
+        rows_before = self.span.rows_before
+        return source_and_sample(places, self.weights, names, self.rows_per_source, self.seed, rows_before)
 
     def __iter__(self):
         worker = get_worker_info()

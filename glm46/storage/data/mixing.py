@@ -1,7 +1,7 @@
 """The order of samples as pure functions of the global sample number, without state.
 
 `mix` gives the source of each sample of a mixture, and its index within that source. `permute` gives the sample at an
-index, in a random order that needs no table.
+index, in a random order that needs no table. `loader` calls `source_and_sample`, which does both.
 """
 
 import hashlib
@@ -18,29 +18,36 @@ WEIGHT_TOTAL = 10**6
 
 _Count = TypeVar("_Count", int, np.ndarray)
 
+# Rounds of the Feistel network. With fewer, the permutations of a few elements are not equally frequent. Changing it
+# changes the order of samples.
 _ROUNDS = 6
 
-# Increment and multipliers of SplitMix64. Source: Steele, Lea, Flood, OOPSLA 2014. Changing them changes the order of
-# samples, the documents of a range of shares, and the documents that count as similar.
+# Increment and multipliers of SplitMix64, used here as odd factors of hashes. Source: Steele, Lea, Flood, OOPSLA 2014.
+# Changing them changes the order of samples (`_feistel`), the documents of a range of shares (`packing`) and the
+# documents that count as similar (`duplicates`).
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders). Raises
-    UserError if there are no weights, or a weight is not positive and finite or is below a millionth of the sum."""
-    if not weights or any(not (math.isfinite(w) and w > 0) for w in weights):
+    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders).
+
+    Raises:
+        UserError: there are no weights, a weight is not positive and finite, or its integer is 0. Below a millionth of
+            the sum that depends on the other weights.
+    """
+    if not weights or any(not (math.isfinite(weight) and weight > 0) for weight in weights):
         raise UserError(f"data.sources: weights {list(weights)}; each must be positive and finite; remove the others")
-    exact = [w / math.fsum(weights) * WEIGHT_TOTAL for w in weights]
-    whole = [int(e) for e in exact]
+    exact = [weight / math.fsum(weights) * WEIGHT_TOTAL for weight in weights]
+    whole = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
     for i in by_remainder[: WEIGHT_TOTAL - sum(whole)]:
         whole[i] += 1
     if 0 in whole:
         raise UserError(
-            f"data.sources[{whole.index(0)}].weight = {weights[whole.index(0)]}: below a millionth of the sum; "
-            "remove the source, or raise its weight"
+            f"data.sources[{whole.index(0)}].weight = {weights[whole.index(0)]}: rounds to no millionth of the "
+            "sum; remove the source, or raise its weight"
         )
     return whole
 
@@ -48,9 +55,11 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each sample, and the number of earlier samples of the same source.
 
-    Every prefix of a mixture of up to eight sources holds each of them within two samples of its exact share. Each
-    source in turn takes the remaining numbers at which the rounded quota of the later sources does not grow. The
-    heaviest source is first, because a rounding error shrinks with each share that it is passed to.
+    The sources divide the samples in turn, heaviest first. Of the numbers that no earlier source took, counted from 0,
+    number n goes to this source if round(share of the later sources * n) has the same value at n + 1. Every prefix of
+    a mixture of up to eight sources holds each of them within two samples of its exact share; with more sources the
+    deviation can be larger, because each division rounds again. Heaviest first, because a division multiplies the
+    earlier rounding errors by the share of the later sources, and that share is then smallest.
 
     Args:
         numbers: int64 [n], global sample numbers, non-negative.
@@ -63,29 +72,32 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
     """
     source = np.full(numbers.shape, -1, np.int64)
     index = np.zeros(numbers.shape, np.int64)
-    bounds = (numbers.astype(np.int64), numbers.astype(np.int64) + 1)
-    for (i, low, low_rest), (_, high, high_rest) in zip(*(_divided(bound, weights) for bound in bounds), strict=True):
-        is_taken = (low_rest == high_rest) & (low != high) & (source < 0)
+    divided_before = _divided(numbers.astype(np.int64), weights)
+    divided_after = _divided(numbers.astype(np.int64) + 1, weights)
+    for (i, before, later_before), (_, after, later_after) in zip(divided_before, divided_after, strict=True):
+        reaches_source = before != after
+        is_taken = reaches_source & (later_before == later_after) & (source < 0)
         source[is_taken] = i
-        index[is_taken] = (low - low_rest)[is_taken]
+        index[is_taken] = (before - later_before)[is_taken]
     return source, index
 
 
-def taken(count: int, weights: Sequence[int]) -> list[int]:
+def samples_by_source(count: int, weights: Sequence[int]) -> list[int]:
     """Return how many of the first ``count`` samples of `mix` come from each source."""
-    return [before - rest for _, before, rest in sorted(_divided(count, weights))]
+    in_order_of_sources = sorted(_divided(count, weights))
+    return [remaining - later for _, remaining, later in in_order_of_sources]
 
 
 def _divided(count: _Count, weights: Sequence[int]) -> Iterator[tuple[int, _Count, _Count]]:
     """Yield, for each source, heaviest first, its index and two counts: how many of the first ``count`` samples it and
     the later sources take, and how many the later sources take. ``count`` is an int, or int64 [n]."""
-    remaining = sum(weights)
+    remaining_weight = sum(weights)
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        others = remaining - weights[i]
-        rest = (count * others + remaining // 2) // remaining
-        yield i, count, rest
-        remaining = others
-        count = rest
+        later_weight = remaining_weight - weights[i]
+        later_count = (count * later_weight + remaining_weight // 2) // remaining_weight  # rounded to nearest
+        yield i, count, later_count
+        remaining_weight = later_weight
+        count = later_count
 
 
 def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:
@@ -130,7 +142,7 @@ def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, round_keys: 
     return (upper << shift) | lower
 
 
-def order(
+def source_and_sample(
     numbers: np.ndarray,
     weights: Sequence[int],
     names: Sequence[str],

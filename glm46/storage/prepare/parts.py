@@ -1,4 +1,5 @@
 """The parallel half of preparing text: turn one part of the input into files of tokens and facts per document.
+`pipeline` calls `make_part` in worker processes.
 
 A conversation is one unit of duplicates and of the split, and gives one or more documents; a pair gives one.
 """
@@ -8,13 +9,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
-from glm46.storage.chats.chat import ChatOptions, render, render_pair
+from glm46.storage.chats.chat import ChatDocument, ChatOptions, render, render_pair
 from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
 from glm46.storage.chats.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY
@@ -67,15 +68,15 @@ def make_part(part: InputPart, stem: Path) -> tuple[int, Tally]:
     Returns:
         Input bytes of the part, and its tally.
     """
-    done = finished_pieces(stem, _worker.key)
-    total = Tally()
-    if not done or done[-1][1]["last"] != "1":
+    finished = finished_pieces(stem, _worker.key)
+    if not finished or not finished[-1].is_last:
         for number, (documents, tally, is_last) in enumerate(_pieces(part, _worker.recipe)):
-            if number >= len(done):
+            if number >= len(finished):
                 _write_piece(piece_file(stem, number), documents, tally, is_last)
-        done = finished_pieces(stem, _worker.key)
-    for _, metadata in done:
-        total.add(Tally(**json.loads(metadata["tally"])))
+        finished = finished_pieces(stem, _worker.key)
+    total = Tally()
+    for piece in finished:
+        total.add(Tally(**json.loads(piece.metadata["tally"])))
     return part.size_bytes, total
 
 
@@ -84,14 +85,29 @@ def piece_file(stem: Path, number: int) -> Path:
     return stem.with_name(f"{stem.name}-{number:03d}.safetensors")
 
 
-def finished_pieces(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
-    """Return the existing pieces of a part up to the first missing one, each with its metadata."""
-    pieces: list[tuple[Path, dict[str, str]]] = []
-    while not (pieces and pieces[-1][1]["last"] == "1"):
+class FinishedPiece(NamedTuple):
+    """A file of `make_part`."""
+
+    file: Path
+    metadata: dict[str, str]
+
+    @property
+    def is_last(self) -> bool:
+        """True if no other piece of its part follows."""
+        return self.metadata["last"] == "1"
+
+
+def finished_pieces(stem: Path, key: str) -> list[FinishedPiece]:
+    """Return the existing pieces of a part up to the first missing one, or the first of other work."""
+    pieces = list[FinishedPiece]()
+    while not pieces or not pieces[-1].is_last:
         file = piece_file(stem, len(pieces))
-        if not file.exists() or (metadata := map_arrays(file, SHARD_REMEDY)[1]).get("key") != key:
+        if not file.exists():
             break
-        pieces.append((file, metadata))
+        _, metadata = map_arrays(file, SHARD_REMEDY)
+        if metadata.get("key") != key:
+            break
+        pieces.append(FinishedPiece(file, metadata))
     return pieces
 
 
@@ -141,9 +157,14 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         encoded = text.encode()
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         if recipe.format in PREFERENCES:
-            # The first half decides the split.
+            # The first half decides the split: all pairs of a prompt go to one side.
             digest = hashlib.blake2b(document.prompt.encode(), digest_size=8).digest() + digest[:8]
-        produced = _made(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
+        if recipe.format in PREFERENCES:
+            produced = _preference(document, tally)
+        elif recipe.is_chat:
+            produced = _chat(document, tally)
+        else:
+            produced = _text(document, text, digest, tally)
         ids = [sequence & ~np.uint32(NOT_A_TARGET) for sequence in produced]
         if produced and _holds_evaluation_text(text, ids):
             tally.count(tally.filtered, "holds evaluation text", [document.place])
@@ -187,11 +208,6 @@ def _holds_evaluation_text(text: str, ids: list[np.ndarray]) -> bool:
         return False
     texts = [worker.tokenizer.decode(tokens) for tokens in ids] if worker.recipe.is_chat else [text]
     return any(worker.evaluation.is_in(part) for part in texts)
-
-
-def _made(document: Document, tally: Tally) -> list[np.ndarray]:
-    """Return the documents of a conversation, or the document of a pair or a labelled answer."""
-    return (_preference if _worker.recipe.format in PREFERENCES else _chat)(document, tally)
 
 
 def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np.ndarray]:
@@ -238,7 +254,8 @@ def _preference(document: Document, tally: Tally) -> list[np.ndarray]:
     max_tokens = cast(int, recipe.max_tokens)  # required for preferences
     halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
     if not is_pair:
-        halves.append(type(halves[0])(halves[0].ids[:1], np.zeros(1, bool)))
+        halves.append(ChatDocument(halves[0].ids[:1], np.zeros(1, bool)))
+        # A desirable answer is the first half, as the chosen one of a pair is.
         halves = halves if document.label else halves[::-1]
     fault = None
     if sum(len(half.ids) for half in halves) > max_tokens:

@@ -3,6 +3,8 @@
 Work happens in ``<output>.partial`` and is published by one rename, so a folder with the final name is always complete.
 Each finished piece of work is a file there; a killed run continues after the last one. The result depends on text,
 settings and tokenizer only, not on the number of processes or on interruptions.
+
+The verb `prepare` calls `prepare_text`; a run calls `prepare_run` before it starts.
 """
 
 import errno
@@ -46,7 +48,8 @@ from glm46.storage.prepare.workers import call_in_workers
 PIPELINE = 5
 
 LocalInputs = Callable[[Sequence[str]], tuple[str, ...]]
-"""Function that returns local names of input files, some of which may be ids of the hub."""
+"""Function that returns local names of input files, some of which may be ids of the hub. `tuple` returns them as they
+are."""
 
 
 def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: LocalInputs = tuple) -> dict[str, Manifest]:
@@ -150,8 +153,13 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str
         listing = _listing(find_files(recipe.input, "input"))
         current = len(listing), sum(size for _, size, _ in listing)
         if current != recorded:
-            before, after = (f"{counted(files, 'file')}, {amount(size, 'B')}" for files, size in (recorded, current))
-            report(f"{manifest.folder}: made from {before}; input holds {after} now; remove the folder to use these")
+            before = _files_and_bytes(*recorded)
+            now = _files_and_bytes(*current)
+            report(f"{manifest.folder}: made from {before}; input holds {now} now; remove the folder to use these")
+
+
+def _files_and_bytes(files: int, size: int) -> str:
+    return f"{counted(files, 'file')}, {amount(size, 'B')}"
 
 
 def _settings(recipe: TextRecipe) -> dict:
@@ -182,15 +190,20 @@ def _prepare(
     parts = parts_of(files, Fields.from_recipe(recipe))
     name = recipe.name or output.name
     listing = _listing(files)
-    read = {"files": len(files), "bytes": sum(size for _, size, _ in listing)}
-    settings = _settings(recipe) | {"pipeline": PIPELINE, **read}
+    settings = _settings(recipe) | {
+        "pipeline": PIPELINE,
+        "files": len(files),
+        "bytes": sum(size for _, size, _ in listing),
+    }
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
-    if recipe.is_chat and (format := find_format(tokenizer)) is not GLM_45:
-        settings[FORMAT_KEY] = format.name
+    if recipe.is_chat:
+        chat_format = find_format(tokenizer)
+        if chat_format is not GLM_45:  # shards without the key have this format
+            settings[FORMAT_KEY] = chat_format.name
     if version := verifier_version(recipe.verify):
         settings["verifier"] = version
     # The cuts into parts and pieces do not change the shards, but unfinished work with other cuts cannot be continued.
-    cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((p.start, p.stop) for p in parts)]
+    cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((part.start, part.stop) for part in parts)]
     key = _key(settings, tokenizer.fingerprint, listing, evaluation, cuts)
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
@@ -203,9 +216,9 @@ def _prepare(
     if not splits["train"].documents:
         shutil.rmtree(partial)  # only the same command could continue this work, and it would be refused again
         if not count:
-            why = "; ".join(tally.skipped()) or "all are empty"
+            reasons = "; ".join(tally.skipped()) or "all are empty"
             raise UserError(
-                f"{name}: no documents remain of {counted(len(files), 'file')}; {why}; correct the files, or "
+                f"{name}: no documents remain of {counted(len(files), 'file')}; {reasons}; correct the files, or "
                 f'change format = "{recipe.format}" or the keys of the recipe that filter documents'
             )
         raise UserError(
@@ -274,12 +287,13 @@ def _make_parts(
     total = sum(part.size_bytes for part in parts)
     # `closing` stops the workers at once on an error; finished pieces stay on disk.
     with closing(results), bytes_progress(f"tokenizing {recipe.name}", total, report) as advance:
-        for number, (size, tallies[number]) in results:
+        for number, (size, tally) in results:
+            tallies[number] = tally
             advance(size)
-            bad += sum(count for count, _ in tallies[number].bad.values())
+            bad += sum(count for count, _ in tally.bad.values())
             if bad > recipe.max_bad:
                 _refuse_bad(Tally.total(tallies).bad, recipe)
-    return [file for stem in stems for file, _ in finished_pieces(stem, key)], Tally.total(tallies)
+    return [piece.file for stem in stems for piece in finished_pieces(stem, key)], Tally.total(tallies)
 
 
 def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:

@@ -23,6 +23,8 @@ PART_BYTES = 4_000_000
 
 _WHOLE_FILE = 2**62
 """End of the byte range of a part that is a whole file."""
+_RECORD_SEPARATOR = b"\x1e"
+"""Byte that begins each row of a JSON text sequence. Source: RFC 7464."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def parts_of(files: Sequence[Path], fields: Fields) -> list[InputPart]:
                 parts.append(InputPart(kind, (str(file),), start, stop, stop - start))
         elif kind != "text":
             parts.append(InputPart(kind, (str(file),), 0, _WHOLE_FILE, file_size))
-    return [*parts, InputPart("text", tuple(texts), 0, 0, size)] if texts else parts
+    if texts:
+        parts.append(InputPart("text", tuple(texts), 0, 0, size))
+    return parts
 
 
 def read_part(part: InputPart, fields: Fields) -> Iterator[Document | BadDocument]:
@@ -134,8 +138,8 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error  # Parquet's own text repeats the path
-        raise UserError(f"{file}: cannot be read: {why}; leave it out, or bring it back and grant access") from error
+        reason = os.strerror(error.errno) if error.errno else error  # Parquet's own text repeats the path
+        raise UserError(f"{file}: cannot be read: {reason}; leave it out, or bring it back and grant access") from error
 
 
 def with_line(place: str) -> str:
@@ -178,7 +182,8 @@ def _lines(part: InputPart) -> Iterator[tuple[str, object]]:
     number = 0
     with opened(file) as handle:
         if part.start:
-            # The line that holds the byte before the range belongs to the previous part, unless it ends there.
+            # The line that holds the byte before the range belongs to the previous part: skip it. If that byte ends it,
+            # nothing of this range is skipped.
             handle.seek(part.start - 1)
             position = part.start - 1 + read_line(handle).size
         while position < part.stop:
@@ -190,18 +195,18 @@ def _lines(part: InputPart) -> Iterator[tuple[str, object]]:
             place = f"{file} byte {position}" if part.start else f"{file} line {number}"
             if line is None:
                 yield place, BadDocument(LONG_LINE, place)
-            elif line.strip(b"\x1e \t\r\n"):
+            elif line.strip(_RECORD_SEPARATOR + b" \t\r\n"):
                 yield place, _row(line, place)
             position += size
 
 
 def _row(line: bytes, place: str) -> object:
     try:
-        return loads(line.lstrip(b"\x1e"))
+        return loads(line.lstrip(_RECORD_SEPARATOR))
     except UnicodeDecodeError:
         return BadDocument("not UTF-8", place)
     except (ValueError, RecursionError):
-        is_truncated = not line.endswith(b"\n") and line.lstrip(b"\x1e \t")[:1] in (b"{", b"[", b'"')
+        is_truncated = not line.endswith(b"\n") and line.lstrip(_RECORD_SEPARATOR + b" \t")[:1] in (b"{", b"[", b'"')
         return BadDocument("truncated line" if is_truncated else "not JSON", place)
 
 

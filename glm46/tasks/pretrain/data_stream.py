@@ -20,7 +20,7 @@ from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import Manifest
-from glm46.storage.data.mixing import integer_weights, taken
+from glm46.storage.data.mixing import integer_weights, samples_by_source
 
 
 class DataStream:
@@ -133,7 +133,7 @@ def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, re
 def _taken(stage: TextStage, samples: int) -> dict[int, int]:
     """Count the rows of each source, by its index, in the first samples of a stage."""
     active = [i for i, weight in enumerate(stage.weights) if weight > 0]
-    counts = taken(samples, integer_weights([stage.weights[i] for i in active]))
+    counts = samples_by_source(samples, integer_weights([stage.weights[i] for i in active]))
     return dict(zip(active, counts, strict=True))
 
 

@@ -75,7 +75,7 @@ def test_the_options_give_the_layout(memory, length):
     best = search_layouts(config, TargetCluster(small_gpu(memory), 4, 4)).best
     for plan in [each.plan for each in best] + [
         replace(best[0].plan, config=best[0].plan.config.model_copy(update={"activation_checkpoint": step}))
-        for step in search_command._STEPS
+        for step in search_command._RECOMPUTATIONS
     ]:
         again = load_config(DEBUG, (*overrides, *options_of(plan, config)), world_size=4)
         assert resolve_plan(again, 4).layout == plan.layout
@@ -177,14 +177,14 @@ def test_a_search_finds_what_planning_each_layout_alone_finds():
     config, cluster = run(parallelism={"tensor_parallel_degree": 2}), TargetCluster(small_gpu(2.7), 4, 2)
     found, days = search_layouts(config, cluster), []
     for parallelism in search_command._layouts(config, cluster):
-        for step in search_command._STEPS:
+        for step in search_command._RECOMPUTATIONS:
             alone = config.model_copy(update={"parallelism": parallelism, "activation_checkpoint": step})
             plan = resolve_plan(alone, 4, host_ranks=2)
             fits = largest_stage(stage_memory(plan)).total <= 0.92 * 2.7 * GIB
             if fits and not check_config(alone, world_size=4):
                 days.append(run_cost(plan, cluster).days)
                 break
-    assert found.fitting == len(days) > len(found.best) == search_command._RANKED
+    assert found.fitting == len(days) > len(found.best) == search_command._MAX_KEPT
     assert [each.cost.days for each in found.best] == sorted(days)[: len(found.best)]
 
 

@@ -23,7 +23,7 @@ from glm46.operate.launch.ssh_hosts import (
     client_words,
     in_this_folder,
     module_words,
-    places,
+    place_variables,
     run_on_hosts,
     stoppable,
 )
@@ -89,11 +89,11 @@ def test_srun_starts_one_process_on_the_named_node():
 
 
 def test_each_host_gets_its_place_and_the_address_of_the_first():
-    assert places(HOSTS, {}) == [
+    assert place_variables(HOSTS, {}) == [
         {"MASTER_ADDR": "one", "NNODES": "2", "NODE_RANK": "0"},
         {"MASTER_ADDR": "one", "NNODES": "2", "NODE_RANK": "1"},
     ]
-    assert {place["MASTER_ADDR"] for place in places(HOSTS, {"MASTER_ADDR": "10.0.0.1"})} == {"10.0.0.1"}
+    assert {place["MASTER_ADDR"] for place in place_variables(HOSTS, {"MASTER_ADDR": "10.0.0.1"})} == {"10.0.0.1"}
 
 
 def test_answers_have_code_output_and_a_reason(tmp_path):
@@ -115,7 +115,7 @@ def test_without_a_client_the_program_to_install_is_named(monkeypatch):
 def test_lines_have_the_name_of_their_host_and_the_end_of_all_follows_the_first(capfd):
     with closing(processes("print('works')\nraise SystemExit(7)", WAIT)) as running:
         end = running.next_end()
-    assert (end.place, end.code) == (0, 7)
+    assert (end.command_index, end.code) == (0, 7)
     assert "h0: works\n" in capfd.readouterr().out
 
 

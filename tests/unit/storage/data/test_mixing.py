@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.errors import UserError
-from glm46.storage.data.mixing import WEIGHT_TOTAL, integer_weights, mix, order, permute
+from glm46.storage.data.mixing import WEIGHT_TOTAL, integer_weights, mix, permute, source_and_sample
 
 
 @given(st.integers(1, 3_000), st.text(max_size=5))
@@ -79,7 +79,7 @@ def test_weights_that_cannot_be_kept_are_refused(weights):
 
 def test_each_pass_reads_every_sample_of_a_source_once():
     names, sizes, weights = ["a", "b"], [37, 11], integer_weights([0.6, 0.4])
-    source, sample = order(np.arange(1_000), weights, names, sizes, seed=3)
+    source, sample = source_and_sample(np.arange(1_000), weights, names, sizes, seed=3)
     for i, size in enumerate(sizes):
         mine = sample[source == i]
         passes = len(mine) // size
@@ -88,6 +88,6 @@ def test_each_pass_reads_every_sample_of_a_source_once():
 
 
 def test_a_source_keeps_its_order_when_others_change():
-    _, alone = order(np.arange(37), [WEIGHT_TOTAL], ["a"], [37], seed=3)
-    source, mixed = order(np.arange(200), integer_weights([0.5, 0.5]), ["b", "a"], [99, 37], seed=3)
+    _, alone = source_and_sample(np.arange(37), [WEIGHT_TOTAL], ["a"], [37], seed=3)
+    source, mixed = source_and_sample(np.arange(200), integer_weights([0.5, 0.5]), ["b", "a"], [99, 37], seed=3)
     assert mixed[source == 1][:37].tolist() == alone.tolist()

@@ -5,7 +5,7 @@ import pytest
 
 from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import load_manifest
-from glm46.storage.data.mixing import integer_weights, mix, taken
+from glm46.storage.data.mixing import integer_weights, mix, samples_by_source
 from glm46.storage.data.packing import SelectedTokens, TokenStream, falls_into
 
 
@@ -15,7 +15,7 @@ def test_samples_taken_are_those_that_were_mixed():
         weights = integer_weights(rng.uniform(0.01, 1, rng.integers(1, 9)).tolist())
         count = int(rng.integers(0, 3_000))
         source, _ = mix(np.arange(count), weights)
-        assert taken(count, weights) == np.bincount(source, minlength=len(weights)).tolist()
+        assert samples_by_source(count, weights) == np.bincount(source, minlength=len(weights)).tolist()
 
 
 def test_ranges_share_out_all_documents():
