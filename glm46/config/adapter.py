@@ -32,6 +32,7 @@ class AdapterConfig(Section):
     removed = {
         "b_lr_ratio": Removed("A and B have one learning rate, optimizer.lr; remove it"),
         "rank_stabilized": Removed("multiply alpha by sqrt(rank) for the same scale"),
+        "save_merged": Removed("merge the exported folder with 'convert merge'; remove it"),
     }
 
     name: Literal["lora", "dora"] = "lora"
@@ -67,9 +68,6 @@ class AdapterConfig(Section):
     """A PEFT folder, or ``hf://owner/name`` of the hub, from whose adapters training continues, with a new optimizer.
     Kind, targets, layers and ranks must be the same. Its alpha may differ; B is then scaled. Absent: new adapters,
     which change nothing."""
-
-    save_merged: Annotated[bool, Needs("checkpoint.last_save_in_hf"), Needs("checkpoint.initial_load_in_hf")] = False
-    """At the end of training also write the base with the adapters added, in the dtypes of the base."""
 
     @property
     def scale(self) -> float:

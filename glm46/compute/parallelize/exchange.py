@@ -70,7 +70,7 @@ class Hop(NamedTuple):
 
 
 class ReturnPath(NamedTuple):
-    """What brings the results of a chunk back, once its rows have arrived at their experts."""
+    """The way of a chunk's results back to their ranks, once its rows have arrived at their experts."""
 
     copies: Copies
     """Copies of the received rows for the experts."""

@@ -104,7 +104,7 @@ def finished_pieces(stem: Path, key: str) -> list[FinishedPiece]:
         file = piece_file(stem, len(pieces))
         if not file.exists():
             break
-        _, metadata = map_arrays(file, SHARD_REMEDY)
+        _, metadata, _ = map_arrays(file, SHARD_REMEDY)
         if metadata.get("key") != key:
             break
         pieces.append(FinishedPiece(file, metadata))

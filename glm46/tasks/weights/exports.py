@@ -18,7 +18,6 @@ from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.config_json import config_of, read_config
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_tensors import find_tensors
-from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, has_repeats
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, Scheme, config_of_scheme
@@ -27,14 +26,13 @@ from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop
 
 def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> str:
     """Save the model as a Hugging Face folder under job.dump_folder. A network with adapters saves only the adapters,
-    as a PEFT folder, and with adapter.save_merged also the base with the adapters merged. Replaces folders of an
-    earlier start. Collective.
+    as a PEFT folder. Replaces folders of an earlier start. Collective.
 
     A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the
     folder does.
 
     Returns:
-        Lines for the user: the folder; for a merged folder also the rounding errors, for DoRA a note about loading it.
+        Lines for the user: the folder; for DoRA also a note about loading it.
     """
     config = network.plan.config
     shape = network.shape
@@ -46,12 +44,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
         origin = AdapterOrigin(network.frozen_files, config.adapter.base_dtype)
         with _replaced(folder) as new:
             export_adapter(new, shape, adapters, scale=config.adapter.scale, base=base, origin=origin)
-        if not config.adapter.save_merged:
-            return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
-        merged = folder.with_name(f"{folder.name}-merged")
-        with _replaced(merged) as new:
-            errors = merge_adapter(Path(base), folder, new)
-        return "\n".join([str(folder), *merge_lines(merged, errors)])
+        return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
     with _replaced(folder) as new:
         write_weights(network, tokenizer, new, torch.bfloat16)
     return "\n".join([str(folder), *capacity_lines(config.moe, "what reads this folder")])

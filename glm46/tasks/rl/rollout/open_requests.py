@@ -134,7 +134,7 @@ class OpenRequests:
         """
         self._waiting = deque[list[OpenRequest]]()
         self._sent: dict[str, OpenRequest] = {}
-        self._calls: dict[str, asyncio.Task[Completion]] = {}
+        self._calls: dict[str, asyncio.Task[None]] = {}
         self._halted_at = math.inf
         self._next_look = 0.0
         try:

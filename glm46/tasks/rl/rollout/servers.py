@@ -166,8 +166,9 @@ class Servers:
         """Load the current weights into servers concurrently; servers that fail are lost."""
         servers = [server for server in servers if not server.is_refused]
         weights = self._weights
+        reasons: dict[Server, str | None]
         if weights.folder is None and self.send is None:
-            reasons = dict[Server, str | None].fromkeys(servers, "it waits for the weights of the next update")
+            reasons = {server: "it waits for the weights of the next update" for server in servers}
         else:
             reasons = await self._load(servers, weights)
         for server, reason in reasons.items():

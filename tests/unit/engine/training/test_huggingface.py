@@ -74,7 +74,7 @@ def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
     for start, last in (
         (
             {"initial_load_path": folder, "initial_load_in_hf": True},
-            "more keys of [model] that differ: 1, so it is another",
+            "more keys of [model.shape] that differ: 1, so it is another",
         ),
         (
             {"initial_load_path": step, "initial_load_model_only": True},

@@ -212,7 +212,7 @@ def test_another_rank_is_explained_by_its_key(make_config, base):
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(make_config, base, tmp_path, capsys, name):
     ours = {"name": name, "rank": 8, "expert_rank": 4}
-    save = {"adapter": ours | {"save_merged": True}, "checkpoint": {"last_save_in_hf": True}}
+    save = {"adapter": ours, "checkpoint": {"last_save_in_hf": True}}
     assert train(adapted(make_config, base, in_hf=True, **save)) == 0
     step, exported = tmp_path / "out/checkpoint/step-000004", tmp_path / "out/huggingface/step-000004"
     convert = ["convert", "adapter-to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "again")]
@@ -227,13 +227,11 @@ def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(mak
     save_on = {"last_save_in_hf": True}
     assert train(adapted(make_config, base, in_hf=True, adapter=on, job=job, checkpoint=save_on)) == 0
     assert losses(tmp_path / "next")[0] == last > losses(tmp_path / "next")[-1]
-    assert capsys.readouterr().out.count("servers refuse it") == (2 if name == "dora" else 0)  # convert, and this run
+    assert capsys.readouterr().out.count("servers refuse it") == (3 if name == "dora" else 0)  # convert, and both runs
     # The merged folder is the trained model: a run that starts from it has the same loss.
     source, out = base / "huggingface/step-000002", tmp_path / "merged"
     merge = ["convert", "merge", "--base", str(source), "--adapter", str(exported), "--output", str(out)]
     assert main(merge) == 0
-    merged = exported.with_name("step-000004-merged")
-    assert all(file.read_bytes() == (merged / file.name).read_bytes() for file in out.iterdir())
     shutil.rmtree(out)
     assert main([*merge, "--dtype", "float32"]) == 0
     start = {"initial_load_path": str(out), "initial_load_in_hf": True}

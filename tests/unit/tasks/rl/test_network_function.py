@@ -83,7 +83,7 @@ KEYS = {
         "name": "dora", "rank": 16, "expert_rank": 4, "alpha": 24.0, "targets": ["attention"],
         "layers": [1, 2],
         "base_dtype": "how the base is held; tests/unit/tasks/rl/test_served_weights.py",
-        "initial_load_path": "which weights are read", "save_merged": "what is exported",
+        "initial_load_path": "which weights are read",
     },
 }  # fmt: skip
 """The other value of a key that changes the function, or the reason (a sentence) why a key does not."""
