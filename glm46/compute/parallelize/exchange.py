@@ -70,7 +70,7 @@ class Hop(NamedTuple):
 
 
 class ReturnPath(NamedTuple):
-    """The way of a chunk's results back to their ranks, once its rows have arrived at their experts."""
+    """The way back for the results of a chunk whose rows have arrived at their experts."""
 
     copies: Copies
     """Copies of the received rows for the experts."""

@@ -159,12 +159,7 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         if recipe.format in PREFERENCES:
             # The first half decides the split: all pairs of a prompt go to one side.
             digest = hashlib.blake2b(document.prompt.encode(), digest_size=8).digest() + digest[:8]
-        if recipe.format in PREFERENCES:
-            produced = _preference(document, tally)
-        elif recipe.is_chat:
-            produced = _chat(document, tally)
-        else:
-            produced = _text(document, text, digest, tally)
+        produced = _token_documents(document, text, digest, tally)
         ids = [sequence & ~np.uint32(NOT_A_TARGET) for sequence in produced]
         if produced and _holds_evaluation_text(text, ids):
             tally.count(tally.filtered, "holds evaluation text", [document.place])
@@ -208,6 +203,15 @@ def _holds_evaluation_text(text: str, ids: list[np.ndarray]) -> bool:
         return False
     texts = [worker.tokenizer.decode(tokens) for tokens in ids] if worker.recipe.is_chat else [text]
     return any(worker.evaluation.is_in(part) for part in texts)
+
+
+def _token_documents(document: Document, text: str, digest: bytes, tally: Tally) -> list[np.ndarray]:
+    """Return the documents of a text, a conversation, a pair or a labelled answer; an empty list if it is filtered."""
+    if _worker.recipe.format in PREFERENCES:
+        return _preference(document, tally)
+    if _worker.recipe.is_chat:
+        return _chat(document, tally)
+    return _text(document, text, digest, tally)
 
 
 def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np.ndarray]:

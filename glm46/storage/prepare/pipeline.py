@@ -190,18 +190,8 @@ def _prepare(
     parts = parts_of(files, Fields.from_recipe(recipe))
     name = recipe.name or output.name
     listing = _listing(files)
-    settings = _settings(recipe) | {
-        "pipeline": PIPELINE,
-        "files": len(files),
-        "bytes": sum(size for _, size, _ in listing),
-    }
+    settings = _recorded_settings(recipe, tokenizer, listing)
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
-    if recipe.is_chat:
-        chat_format = find_format(tokenizer)
-        if chat_format is not GLM_45:  # shards without the key have this format
-            settings[FORMAT_KEY] = chat_format.name
-    if version := verifier_version(recipe.verify):
-        settings["verifier"] = version
     # The cuts into parts and pieces do not change the shards, but unfinished work with other cuts cannot be continued.
     cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((part.start, part.stop) for part in parts)]
     key = _key(settings, tokenizer.fingerprint, listing, evaluation, cuts)
@@ -254,6 +244,22 @@ def _prepare(
     if train.targets is not None:
         report(describe_targets(train))
     return load_manifest(output)
+
+
+def _recorded_settings(recipe: TextRecipe, tokenizer: Tokenizer, listing: list) -> dict:
+    """Return the settings of the manifest: the keys of the recipe, and facts on which the result depends too."""
+    settings = _settings(recipe) | {
+        "pipeline": PIPELINE,
+        "files": len(listing),
+        "bytes": sum(size for _, size, _ in listing),
+    }
+    if recipe.is_chat:
+        chat_format = find_format(tokenizer)
+        if chat_format is not GLM_45:  # shards without the key have this format
+            settings[FORMAT_KEY] = chat_format.name
+    if version := verifier_version(recipe.verify):
+        settings["verifier"] = version
+    return settings
 
 
 def _note_short_texts(tally: Tally, places: Sequence[str]) -> None:
