@@ -68,6 +68,8 @@ def in_thread(work: Callable[[], _Result]) -> Future[_Result]:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
     threading.Thread(target=run, daemon=True).start()
     return future

@@ -117,8 +117,8 @@ async def guarded(work: Awaitable[_Result]) -> _Result:
     because the message about the server does not explain them."""
     try:
         return await work
-    except CallError:
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, CallError):
+            raise
         traceback.print_exc()
         raise CallError("the client failed; see the traceback above") from None

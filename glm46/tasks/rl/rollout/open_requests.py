@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,9 +110,10 @@ class OpenRequests:
     async def _work(self, asked: Sequence[OpenRequest]) -> None:
         try:
             await self.run(asked, stays=True)
-        except Exception as error:
+        except BaseException as error:
             self.error = error
             self.failed()
+            raise
 
     def halt(self) -> bool:
         """End all calls and keep their tokens, within the deadlines of the servers. Return True if it was running."""
@@ -120,7 +121,7 @@ class OpenRequests:
             return False
         self._is_halting = True
         self._post(partial(self._enqueue, []))
-        self._working.result()
+        wait([self._working])
         with self._lock:
             self._working = None
         return True

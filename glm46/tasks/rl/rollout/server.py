@@ -93,7 +93,7 @@ class Server(ABC):
             await self.alive()
             if self.lost is not None:
                 await self.check(routes=rules.routes)
-                self._require_context(max_tokens)
+                _require_context(self, max_tokens)
             self.failed_version = weights.version  # until `complete` succeeds
             if weights.folder is None:
                 self.group = await self.join(weights.version, seconds)
@@ -150,14 +150,6 @@ class Server(ABC):
                 raise
             return str(error) if isinstance(error, UserError) else f"a reply has an unknown form: {error!r}"
         return None
-
-    def _require_context(self, max_tokens: int) -> None:
-        if self.context is not None and max_tokens > self.context:
-            raise UserError(
-                f"rollout.urls: {self.url} has a context of {self.context} tokens, but a prompt with "
-                f"rollout.max_new_tokens has up to {max_tokens}; start it with --max-model-len {max_tokens}, or lower "
-                "rollout.max_new_tokens or the longest prompt"
-            )
 
     def leave_group(self) -> None:
         """End the broadcast for this server if it is still open."""
@@ -276,7 +268,16 @@ class Server(ABC):
                 # Not `call`: vLLM answers in plain text.
                 await exchange(self.url, path, {"lora_name": model["id"]}, seconds=QUICK_SECONDS)
 
-    @property
-    def _group_backend(self) -> str:
-        """Backend of a broadcast to the workers."""
-        return "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
+
+def group_backend(device: str) -> str:
+    """Return the backend of a broadcast to workers on devices of this type."""
+    return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
+
+
+def _require_context(server: Server, max_tokens: int) -> None:
+    if server.context is not None and max_tokens > server.context:
+        raise UserError(
+            f"rollout.urls: {server.url} has a context of {server.context} tokens, but a prompt with "
+            f"rollout.max_new_tokens has up to {max_tokens}; start it with --max-model-len {max_tokens}, or lower "
+            "rollout.max_new_tokens or the longest prompt"
+        )

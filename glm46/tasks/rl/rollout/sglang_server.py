@@ -23,7 +23,7 @@ from glm46.tasks.rl.rollout.event_loop import blocking, in_thread
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, guarded
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, token_versions
 from glm46.tasks.rl.rollout.replies import version_of
-from glm46.tasks.rl.rollout.server import ADAPTER, QUICK_SECONDS, Server
+from glm46.tasks.rl.rollout.server import ADAPTER, QUICK_SECONDS, Server, group_backend
 from glm46.tasks.rl.rollout.weight_group import DEVICES, TICK_SECONDS, WeightGroup, first_sentence
 
 _RELEASE = "0.5.23"
@@ -129,7 +129,7 @@ class SglangServer(Server):
                 )
         await self._pause()
         workers = self._facts["tp_size"]
-        backend = self._group_backend
+        backend = group_backend(self._facts["device"])
         loop = asyncio.get_running_loop()
         group = await blocking(lambda: SglangGroup(self.url, workers, backend, seconds, loop))
         await blocking(group.meet)

@@ -19,7 +19,7 @@ from glm46.tasks.rl.rollout.event_loop import blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, StatusError, call, exchange, guarded
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, token_versions
 from glm46.tasks.rl.rollout.replies import known_form, version_of
-from glm46.tasks.rl.rollout.server import ADAPTER, QUICK_SECONDS, Server
+from glm46.tasks.rl.rollout.server import ADAPTER, QUICK_SECONDS, Server, group_backend
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _EXTENSION_REVISION = 8
@@ -125,7 +125,7 @@ class VllmServer(Server):
 
     async def join(self, version: int, seconds: float) -> WeightGroup:
         """See `Server.join`."""
-        backend = self._group_backend
+        backend = group_backend(self._facts["device"])
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
                 f'{self.url} has NCCL {theirs}, this process has {ours}; install one or set rollout.weights = "disk"'

@@ -74,7 +74,7 @@ def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):
 
     def work() -> bytes:
         try:
-            request.ask()
+            request.ask().result()
         except RuntimeError as error:
             ended.put(error)
         return b""
