@@ -47,12 +47,19 @@ class PromptForm(NamedTuple):
     thinking: bool = False
     """True if the model may think before it answers in a chat."""
 
+    def lm_eval_options(self) -> dict[str, Any]:
+        """Return the options of lm-eval's functions. Thinking is not among them: `LmEvalModel` has it."""
+        options = self._asdict()
+        del options["thinking"]
+        return options
+
 
 @dataclass(frozen=True)
 class StandardTasks:
     """Tasks that are ready to run, with their data loaded."""
 
     loaded: TaskDict
+    """Tasks and groups by name, as lm-eval returns them."""
     limit: int | None
     """Maximum number of documents of a task."""
     form: PromptForm
@@ -67,15 +74,18 @@ class StandardTasks:
             UserError: see `LmEvalModel`.
         """
         model = LmEvalModel(answers, tokenizer, positions, thinking=self.form.thinking)
-        options = self.form._asdict()
-        del options["thinking"]
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
         state = random.getstate()
         random.seed(0)  # like the command of lm-eval
         try:
             results = evaluate(
-                model, self.loaded, limit=self.limit, log_samples=False, confirm_run_unsafe_code=True, **options
+                model,
+                self.loaded,
+                limit=self.limit,
+                log_samples=False,
+                confirm_run_unsafe_code=True,  # `find_tasks` has refused it without --run-code
+                **self.form.lm_eval_options(),
             )
         finally:
             random.setstate(state)
@@ -103,16 +113,16 @@ def find_tasks(
     Raises:
         UserError: a file or folder is missing, a name is not known, or a task cannot be loaded.
     """
-    faults = [f"--tasks {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
+    faults = [f"--tasks {name}: no such file" for name in names if _looks_like_path(name) and not Path(name).is_file()]
     faults += [f"--task-folder {folder}: no such folder" for folder in folders if not folder.is_dir()]
     if faults:
         raise UserError(*(f"{fault}; correct the path" for fault in faults))
     manager = _manager_that_knows(names, folders)
     for name in names:
-        path = name if _is_file(name) else getattr(manager.task_index[name], "yaml_path", None)
-        if path is not None:
+        path = name if _looks_like_path(name) else manager.task_index[name].yaml_path
+        if path is not None:  # None for a tag, which stands for several tasks
             with _faults_of_tasks(name):
-                _check_content(Path(path), is_group=not _is_file(name))
+                _check_content(Path(path), is_group=not _looks_like_path(name))
     with _faults_of_tasks(",".join(names)):
         loaded = manager.load([*names])
     for name, task in loaded["tasks"].items():
@@ -127,16 +137,17 @@ def find_tasks(
         if getattr(task, "MULTIMODAL", False):
             raise UserError(f"--tasks {name}: has images; the model reads text only; take another task")
         task_fewshot = task.get_config("num_fewshot")
-        if task_fewshot is None or (fewshot is not None and task_fewshot != 0):  # 0 in a task's file means never
+        refuses_examples = task_fewshot == 0  # 0 in a task's file means never
+        if task_fewshot is None or (fewshot is not None and not refuses_examples):
             task.set_config(key="num_fewshot", value=fewshot or 0)
         with _faults_of_tasks(name):
-            _try(task, form)
+            _score_empty_answers(task, form)
     return StandardTasks(loaded, limit, form)
 
 
 @contextmanager
 def _faults_of_tasks(names: str) -> Iterator[None]:
-    """Turn errors of lm-eval, and of the code and templates of tasks, into a UserError."""
+    """Turn errors of lm-eval, and of the code and templates of tasks, into a UserError. A task's code may even exit."""
     try:
         yield
     except (
@@ -178,13 +189,13 @@ def _check_content(path: Path, *, is_group: bool) -> None:
     if "class" in content:  # a task in Python may have any keys
         return
     metrics = content.get("metric_list", [])
-    unknown = sorted(map(str, content.keys() - TaskConfig.__dataclass_fields__.keys() - {"tag"}))
-    for fault, is_found in (
+    unknown = sorted(map(str, content.keys() - TaskConfig.__dataclass_fields__.keys()))
+    for fault, has_fault in (
         (
             "has no key task with the name of the task; is it a task file of lm-eval?",
             not isinstance(content.get("task"), str),
         ),
-        (f"key {', '.join(unknown[:3])}: unknown to lm-eval; remove or correct it", unknown),
+        (f"key {', '.join(unknown[:3])}: unknown to lm-eval; remove or correct it", bool(unknown)),
         (
             "has no dataset_path with the data's path or its id on the hub; state one, such as dataset_path: json",
             not isinstance(content.get("dataset_path"), str) and "custom_dataset" not in content,
@@ -194,11 +205,11 @@ def _check_content(path: Path, *, is_group: bool) -> None:
             not isinstance(metrics, list) or any(not isinstance(row, dict) or "metric" not in row for row in metrics),
         ),
     ):
-        if is_found:
+        if has_fault:
             raise UserError(f"--tasks {path}: {fault}")
 
 
-def _try(task: lm_eval_task.Task, form: PromptForm) -> None:
+def _score_empty_answers(task: lm_eval_task.Task, form: PromptForm) -> None:
     """Check the metrics of a task: build the requests of a document and score empty answers to them. Raises errors of
     any kind."""
     metrics = task.aggregation()
@@ -207,10 +218,11 @@ def _try(task: lm_eval_task.Task, form: PromptForm) -> None:
     for name, aggregation in metrics.items():
         if aggregation is None:
             raise ValueError(f"metric {name}: unknown aggregation; state one, such as aggregation: mean")
-        if task.get_config("process_results") is None and getattr(task, "_metric_fn_list", {}).get(name, True) is None:
+        functions = getattr(task, "_metric_fn_list", {})  # a task in Python has none
+        has_no_function = name in functions and functions[name] is None
+        if has_no_function and task.get_config("process_results") is None:
             raise ValueError(f"metric {name}: unknown; take one of lm-eval, or give process_results")
-    options = form._asdict()
-    del options["thinking"]
+    options = form.lm_eval_options()
     task.build_all_requests(limit=1, chat_template=lambda messages, **_: str(messages), **options)
     for instance in task.instances:
         empty = {"generate_until": "", "loglikelihood_rolling": 0.0}.get(instance.request_type, (0.0, False))
@@ -227,12 +239,12 @@ def _try(task: lm_eval_task.Task, form: PromptForm) -> None:
 def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     """Return the task manager, without the tasks of lm-eval unless one is requested. Raises UserError, see
     `find_tasks`."""
-    # Its bar for each task would come in addition to the bars of this package.
+    # Disable lm-eval's bars: this package shows its own.
     lm_eval_task.tqdm = partial(lm_eval_task.tqdm, disable=True)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn about are refused
     paths = [str(folder) for folder in folders]
     manager = TaskManager(include_path=paths, include_defaults=False)
-    requested = [name for name in names if not _is_file(name)]
+    requested = [name for name in names if not _looks_like_path(name)]
     if not set(requested) <= set(manager.all_tasks):
         manager = TaskManager(include_path=paths)  # reads more than 10,000 files
     available = [*TASKS, *manager.all_tasks]
@@ -251,9 +263,9 @@ def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> TaskMa
 def _figures(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each metric of each task and group."""
     figures = []
-    for task, metrics in (results["results"] | results.get("groups", {})).items():
-        documents = results["n-samples"].get(task, {}).get("effective")
-        examples = results["n-shot"].get(task)
+    for task_name, metrics in (results["results"] | results.get("groups", {})).items():
+        documents = results["n-samples"].get(task_name, {}).get("effective")
+        examples = results["n-shot"].get(task_name)
         for key, value in metrics.items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
@@ -261,7 +273,7 @@ def _figures(results: dict[str, Any]) -> list[dict[str, Any]]:
             error = metrics.get(f"{metric}_stderr,{filter_name}")
             figures.append(
                 {
-                    "task": task,
+                    "task": task_name,
                     "metric": metric,
                     "filter": filter_name,
                     "examples": examples,
@@ -274,11 +286,12 @@ def _figures(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _column(figure: dict[str, Any]) -> str:
-    names = [figure["task"], figure["metric"], figure["filter"]]
-    return "/".join(
-        names[:2] if figure["filter"] == "none" else names
-    )  # several filters of a task can have the same metric
+    names = [figure["task"], figure["metric"]]
+    # Several filters of a task can have the same metric.
+    if figure["filter"] != "none":
+        names.append(figure["filter"])
+    return "/".join(names)
 
 
-def _is_file(name: str) -> bool:
+def _looks_like_path(name: str) -> bool:
     return name.endswith(_SUFFIXES) or "/" in name

@@ -86,7 +86,7 @@ def test_a_size_that_the_rules_accept_trains(make_config, key, param, optimizer)
 def test_rows_of_experts_are_aligned_in_the_type_that_they_are_computed_in(make_config, dtype, param, width, key):
     types = {"dtype": dtype, "mixed_precision_param": param}
     faults = check_config(make_config(model={key: width}, training=types), world_size=1)
-    assert [fault for fault in faults if f"model.{key} = {width}: must be a multiple of" in fault]
+    assert [fault for fault in faults if f"model.shape.{key} = {width}: must be a multiple of" in fault]
 
 
 @pytest.mark.slow
