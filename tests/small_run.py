@@ -37,7 +37,7 @@ TINY = dict(
 def model_table(**keys) -> dict[str, Any]:
     """[model] with these keys; the keys of the shape are in [model.shape]."""
     shape = {key: keys.pop(key) for key in ModelShape.model_fields if key in keys}
-    return keys | {"shape": shape}
+    return keys | {"shape": keys.get("shape", {}) | shape}
 
 
 def with_shape(config: RunConfig, **keys) -> RunConfig:

@@ -50,8 +50,6 @@ def test_train_refuses_folders_tokenizer_and_data(keys, part, make_config, tmp_p
     (tmp_path / "file").touch()
     if "job" in keys:
         keys = {"job": {"dump_folder": str(tmp_path / keys["job"]["dump_folder"])}}
-    if "model" in keys:
-        keys = {"model": make_config().model.model_dump(exclude_none=True) | keys["model"]}
     file = tmp_path / "run.toml"
     file.write_text(dump_config(make_config(**keys)))
     before = sorted(tmp_path.rglob("*"))

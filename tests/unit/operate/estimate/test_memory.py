@@ -30,6 +30,7 @@ from glm46.run.layout import resolve_layout, smallest_world
 from glm46.run.parameters import adapter_layer, count_parameters
 from glm46.run.plan import resolve_plan
 from glm46.run.sizes import OFFLOAD_SLOTS
+from tests.small_run import model_table
 
 SMALL_VOCABULARY = {"vocab_size": 512}
 """Where layers are measured, a large head would only take time."""
@@ -38,7 +39,8 @@ NVME = {"state_offload": "nvme", "state_offload_folder": "/scratch"}
 
 
 def _run(**sections) -> RunConfig:
-    return RunConfig.model_validate({"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections)
+    tables = {"model": {"flavor": "debug"}, "training": {"seq_len": 128}} | sections
+    return RunConfig.model_validate(tables | {"model": model_table(**tables["model"])})
 
 
 def test_a_reference_and_a_reward_model_are_as_large_as_the_policy():
@@ -51,7 +53,7 @@ def test_a_reference_and_a_reward_model_are_as_large_as_the_policy():
 
 
 def test_the_reference_of_a_preference_is_planned_as_frozen_weights():
-    config = {"model": {"flavor": "debug", "shape": {"num_nextn_predict_layers": 0}}, "finetune": {"preference": {}}}
+    config = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "finetune": {"preference": {}}}
     plans = [plan_memory(_run(**config | {"finetune": table}), 2) for table in ({}, config["finetune"])]
     alone, with_reference = plans
     # FP32 masters, and once more in BF16; the selection biases are FP32 in both.
@@ -442,7 +444,7 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
 
 @pytest.mark.parametrize("keys", [{"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "every_n_layers": 2}])
 def test_host_memory_takes_most_of_what_checkpointed_layers_keep(keys):
-    model = {"flavor": "GLM-4.5-Air", "num_nextn_predict_layers": 0}
+    model = {"flavor": "GLM-4.5-Air", "shape": {"num_nextn_predict_layers": 0}}
     training = {"seq_len": 4096, "global_batch_size": 1}
     keep, move = (
         _run(model=model, training=training, activation_checkpoint=keys | {"cpu_checkpointing": moves})
@@ -528,7 +530,7 @@ def test_keys_travel_where_all_would_take_too_much():
 
     def plan(length: int, **degrees: int):
         config = _run(
-            model={"flavor": "GLM-4.6", "max_position_embeddings": length},
+            model={"flavor": "GLM-4.6", "shape": {"max_position_embeddings": length}},
             training={"seq_len": length, "global_batch_size": 1}, activation_checkpoint={"mode": "full"},
             parallelism=degrees | {"data_parallel_shard_degree": 1, "context_parallel_degree": 8},
         )  # fmt: skip

@@ -23,6 +23,7 @@ from glm46.operate.estimate.traffic import _Step, step_traffic, traffic_of_rank
 from glm46.run.parameters import Parameter
 from glm46.run.plan import resolve_plan
 from tests.processes import HANG_SECONDS
+from tests.small_run import model_table
 
 DEBUG = Path(__file__).parents[4] / "train_configs" / "debug.toml"
 GIB = 2**30
@@ -38,8 +39,8 @@ def run(**tables) -> RunConfig:
         "model": {"flavor": "debug"},
         "data": {"sources": [{"name": "text", "path": "text"}]},
         "training": {"seq_len": 2048, "steps": 10, "global_batch_size": 32},
-    }
-    return RunConfig.model_validate(sections | tables)
+    } | tables
+    return RunConfig.model_validate(sections | {"model": model_table(**sections["model"])})
 
 
 @pytest.mark.slow
@@ -48,9 +49,8 @@ def test_all_that_is_found_fits_and_is_ranked():
     cluster = TargetCluster(small_gpu(3), 8, 4)
     found = search_layouts(config, cluster)
     assert found.best and found.fitting >= len(found.best)
-    six_heads = run(
-        model={"flavor": "debug", "num_attention_heads": 6}
-    )  # four tensor-parallel ranks do not divide them
+    # Four tensor-parallel ranks do not divide them.
+    six_heads = run(model={"flavor": "debug", "shape": {"num_attention_heads": 6}})
     assert set(search_layouts(six_heads, cluster).refused) == {"parallelism.tensor_parallel_degree"}
     days = [each.cost.days for each in found.best]
     assert days == sorted(days)
@@ -165,7 +165,7 @@ PIPELINES = [{"pipeline_parallel_degree": 4},
 def test_ranks_that_are_counted_once_send_what_each_would(parallelism):
     """Equal pipeline ranks are counted once, on which a search relies."""
     for more in ({}, {"adapter": {"rank": 4, "name": "dora"}}, {"optimizer": {"name": "AdamW"}}):
-        model = {"flavor": "debug", "num_hidden_layers": 8, "num_nextn_predict_layers": 0}
+        model = {"flavor": "debug", "shape": {"num_hidden_layers": 8, "num_nextn_predict_layers": 0}}
         config = run(model=model, parallelism=parallelism, **more)
         plan = resolve_plan(config, 16)
         step = _Step(plan, 0, None)
@@ -189,7 +189,10 @@ def test_a_search_finds_what_planning_each_layout_alone_finds():
 
 
 def test_an_interleaved_pipeline_is_tried_with_four_stages_too_where_there_are_layers():
-    config, cluster = run(model={"flavor": "debug", "num_hidden_layers": 16}), TargetCluster(small_gpu(40), 8)
+    config, cluster = (
+        run(model={"flavor": "debug", "shape": {"num_hidden_layers": 16}}),
+        TargetCluster(small_gpu(40), 8),
+    )
     tried = {
         (each.pipeline_parallel_degree, each.pipeline_parallel_schedule, each.pipeline_parallel_stages_per_rank)
         for each in search_command._layouts(config, cluster)
@@ -204,7 +207,8 @@ def test_an_interleaved_pipeline_is_tried_with_four_stages_too_where_there_are_l
 def test_a_search_of_94_layers_on_256_gpus_takes_less_than_minutes():
     """Half a minute of a core; `test_a_search_asks_for_each_size_once` counts what it computes."""
     config = run(
-        model={"flavor": "GLM-4.6", "num_hidden_layers": 94}, training={"global_batch_size": 2048, "steps": 10}
+        model={"flavor": "GLM-4.6", "shape": {"num_hidden_layers": 94}},
+        training={"global_batch_size": 2048, "steps": 10},
     )
     start = time.process_time()
     assert search_layouts(config, TargetCluster(accelerator_of("H100"), 256)).best
@@ -219,7 +223,7 @@ def test_a_search_asks_for_each_size_once(monkeypatch):
     for layers in (8, 64):
         counts.clear()
         config = run(
-            model={"flavor": "debug", "num_hidden_layers": layers, "vocab_size": 8192 + 64 * layers},
+            model={"flavor": "debug", "shape": {"num_hidden_layers": layers, "vocab_size": 8192 + 64 * layers}},
             parallelism={"tensor_parallel_degree": 1},
             optimizer={"name": "AdamW"},  # Muon plans each matrix
         )
