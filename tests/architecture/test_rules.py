@@ -60,6 +60,7 @@ PLANTED = {
     "imports_of_the_core": ("compute/model/rope.py", "import glm46.storage.chats.chat\n"),
     "imports_of_reinforcement": ("compute/model/rope.py", "import glm46.tasks.rl.story\n"),
     "oversized": ("compute/model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
+    "plain_any": ("compute/model/rope.py", "def f(a: Any, b: list[Any]) -> int: ...\n"),
     "packed_assignments": ("compute/model/rope.py", "a, b = 1, 2\na, b = b, a\na, b = f()\n"),
     "skipped_formats": ("compute/model/rope.py", "x = 1  # fmt: skip\n"),
     "pronoun_names": ("compute/model/rope.py", "def f(x, of_x):\n    size = x\n"),
@@ -92,6 +93,7 @@ EXPECTED = {
         "glm46.compute.model.rope imports glm46.tasks.rl.story; reinforcement learning is at the edge"
     ),
     "oversized": "glm46.compute.model.rope.f: 9 parameters",
+    "plain_any": "glm46.compute.model.rope:1",
     "packed_assignments": "glm46.compute.model.rope:1",
     "skipped_formats": "glm46.compute.model.rope:1",
     "pronoun_names": "glm46.compute.model.rope:1 of_x",
