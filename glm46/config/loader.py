@@ -97,6 +97,8 @@ def dump_config(config: RunConfig) -> str:
     table = config.model_dump(exclude_none=True)
     for idle in idle_keys(config):
         take_out(table, idle.place)
+    if not table["model"]["shape"]:  # the flavor says it all
+        del table["model"]["shape"]
     return tomli_w.dumps(table)
 
 
@@ -124,6 +126,8 @@ def stored_config(text: str) -> RunConfig:
 def _with_shape_apart(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return [model] of a checkpoint with the keys of its shape in [model.shape]; earlier versions had them in [model].
     Raises UserError like `without_gone_keys`."""
+    if not isinstance(stored, Mapping):
+        raise TypeError("model is not a table")
     model = {key: value for key, value in stored.items() if key in ModelConfig.model_fields}
     outside = {key: value for key, value in stored.items() if key not in model}
     return model | {"shape": without_gone_keys(outside | model.get("shape", {}))}

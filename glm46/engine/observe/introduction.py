@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from glm46.config.faults import show
-from glm46.config.loader import dump_config
+from glm46.config.loader import dump_config, stored_config
 from glm46.config.model import ModelShape
 from glm46.engine.observe.layout_report import describe_layout
 from glm46.engine.observe.role_table import format_role_table, whole_role_table
@@ -52,7 +52,8 @@ def introduction(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
             f"excluded     samples {first} to {end - 1}, after skipped steps"
             for first, end in progress.excluded_samples
         ]
-        lines += _config_changes(meta["config"], dump_config(config))
+        # Read and written again, so that keys which only moved or went are no changes.
+        lines += _config_changes(dump_config(stored_config(meta["config"])), dump_config(config))
     else:
         path = config.checkpoint.initial_load_path
         lines.append(f"start        from {path or 'initial weights'}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from glm46.config.loader import dump_config
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
+from glm46.engine.reliability.stop import code_before_training
 from glm46.operate.cluster.equal_hosts import host_facts
 from glm46.operate.cluster.gpu import GPU_CHECKS
 from glm46.operate.cluster.host import HOST_CHECKS
@@ -84,19 +86,22 @@ class Preflight:
         with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
             content = {"host": host, "facts": facts, "results": [result._asdict() for result in results]}
             (Path(folder) / HOST_FILE).write_text(json.dumps(content))
+
+            def give_up(*_: object) -> None:
+                """Show what is known and exit at once: ranks that cannot be killed must not hold this process."""
+                fault = _rank_fault(f"the ranks did not end within {self._rank_seconds()} s")
+                show_results(self.arguments, [*results, *_group_results(folder), fault], time.monotonic() - began)
+                sys.stdout.flush()
+                os._exit(EXIT_FAIL)
+
+            signal.signal(signal.SIGALRM, give_up)
             with closing(LauncherSignals()) as signals:
                 end = self._run_ranks(subject, folder, signals)
             if signals.number is not None:
-                return end.code
-            file = Path(folder) / RESULTS_FILE
-            if file.is_file():
-                # The last line is cut off if rank 0 was killed while it wrote.
-                lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
-                results += [Result(**json.loads(line)) for line in lines]
+                return end.code or code_before_training(signals.number)
+            results += _group_results(folder)
         if end.code:
-            remedy = "look at the output above, then at the host: dmesg, GPU, network; preflight it alone"
-            cause = end.cause or f"exit code {end.code}"
-            results.append(Result("ranks", FAIL, cause, "all come to their end", remedy))
+            results.append(_rank_fault(end.cause or f"exit code {end.code}"))
         if self.nodes.rank == 0 or end.code:
             return show_results(self.arguments, results, time.monotonic() - began)
         return EXIT_FAIL if worst(results) == FAIL else 0
@@ -154,12 +159,30 @@ class Preflight:
         rendezvous = rendezvous_options(self.nodes, subject.processes, 0)
         # A run waits longer, for nodes that prepare data; all nodes of a preflight are ready.
         rendezvous += [f"--rdzv-conf=timeout={_MEET_SECONDS[is_full]}"] if self.nodes.count > 1 else []
-        # Ranks that cannot be killed, because storage does not answer, must not hold this process.
-        signal.alarm(_MEET_SECONDS[is_full] + RANK_SECONDS[is_full] + _END_SECONDS)
+        signal.alarm(self._rank_seconds())
         try:
             return run_ranks(rendezvous, ["preflight", *options], signals, StartTimes("the command"))
         finally:
             signal.alarm(0)
+
+    def _rank_seconds(self) -> int:
+        """Return the time after which this process no longer waits for its ranks."""
+        is_full = self.arguments.full
+        return _MEET_SECONDS[is_full] + RANK_SECONDS[is_full] + _END_SECONDS
+
+
+def _rank_fault(cause: str) -> Result:
+    remedy = "look at the output above, then at the host: dmesg, GPU, network; preflight it alone"
+    return Result("ranks", FAIL, cause, "all come to their end", remedy)
+
+
+def _group_results(folder: str) -> list[Result]:
+    """Return the results that rank 0 has written so far; on the other hosts there are none."""
+    file = Path(folder) / RESULTS_FILE
+    if not file.is_file():
+        return []
+    # The last line is cut off if rank 0 was killed while it wrote.
+    return [Result(**json.loads(line)) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
 def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
@@ -179,14 +202,19 @@ def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
         variables = variables_that_begin(*PASSED_VARIABLES)
         node_places = place_variables(reached, variables)
         commands = [in_this_folder(module_words({**variables, **place}, options)) for place in node_places]
-        first = run_on_hosts(reached, commands, _HOSTS_SECONDS[arguments.full], at_once=len(reached))[0]
-        lines = (first.output + first.errors).strip().splitlines()
-        answers = [line for line in lines if line.startswith('{"preflight"')]
-        if answers:
-            results += from_json(answers[-1])
-        else:
-            value = "; ".join(lines[-3:]) or "no output"
-            results.append(Result("preflight", FAIL, value, "results", "look at this host", reached[0].name))
+        answers = run_on_hosts(reached, commands, _HOSTS_SECONDS[arguments.full], at_once=len(reached))
+        for number, (host, answer) in enumerate(zip(reached, answers, strict=True)):
+            # The first host has the results of all. The others print theirs if their ranks failed: then they may have
+            # never met the first host.
+            shown = {result.host for result in results}
+            lines = (answer.output + answer.errors).strip().splitlines()
+            reports = [line for line in lines if line.startswith('{"preflight"')]
+            if reports:
+                results += [result for result in from_json(reports[-1]) if number == 0 or result.host not in shown]
+            has_results = any(result.host.endswith(f"(node {number})") for result in results)
+            if not has_results and not (number == 0 and reports):
+                value = "; ".join(lines[-3:]) or "no output"
+                results.append(Result("preflight", FAIL, value, "results", "look at this host", host.name))
     return show_results(arguments, results, time.monotonic() - began)
 
 

@@ -1,6 +1,7 @@
 """Checks that all ranks make together: clocks, folders, products, copies, collectives, pairs of hosts. All are
 collective, and return the same results on every rank."""
 
+import math
 import operator
 import os
 import statistics
@@ -16,7 +17,7 @@ from torch import Tensor
 from glm46 import compat
 from glm46.compute.distributed.bandwidth import bus_bandwidth, seconds_of
 from glm46.operate.cluster.rank_group import RankGroup
-from glm46.operate.cluster.results import FAIL, WARN, Result, limited
+from glm46.operate.cluster.results import FAIL, WARN, Result, describe_error, limited
 from glm46.operate.cluster.storage import CHUNK_BYTES, STATES_SECONDS, probe_size, state_bytes, write_synced
 from glm46.run.plan import Plan
 
@@ -62,19 +63,24 @@ def shared_folder(group: RankGroup, folder: Path) -> list[Result]:
     """Check that each host sees the files that the others write into a folder."""
     is_first = group.process.rank % group.local_ranks == 0
     probe = folder / f".preflight-{uuid.uuid4().hex}"
-    if is_first:
-        probe.write_text("here")
+    error = None
     try:
-        names = [values[0] for _, values in group.by_host(group.gather(probe.name))]
-        seen = group.gather(sum((folder / name).is_file() for name in names))
-    finally:
         if is_first:
+            probe.write_text("here")
+    except OSError as reason:
+        error = describe_error(reason)  # a result of this host, after which the ranks go through the other checks
+    try:
+        names = [values[0] for _, values in group.by_host(group.gather(None if error else probe.name))]
+        seen = group.gather((sum((folder / name).is_file() for name in names if name), error))
+    finally:
+        if is_first and error is None:
             probe.unlink(missing_ok=True)
     remedy = "mount the same storage at this path on all hosts"
     results = []
-    for host, counts in group.by_host(seen):
-        value = f"{folder}: {counts[0]} of {len(names)} hosts' files seen"
-        results.append(limited("shared folder", counts[0] == len(names), value, "all", remedy, host=host))
+    for host, answers in group.by_host(seen):
+        count, error = answers[0]
+        value = f"{folder}: {count} of {len(names)} hosts' files seen" + (f"; {error}" if error else "")
+        results.append(limited("shared folder", count == len(names), value, "all", remedy, host=host))
     return results
 
 
@@ -84,8 +90,12 @@ def states_folder(group: RankGroup, plan: Plan, folder: Path) -> list[Result]:
     chunk = os.urandom(CHUNK_BYTES)
     size = max(probe_size(is_full=group.is_full) // group.local_ranks // CHUNK_BYTES, 1) * CHUNK_BYTES
     group.meet()
+    error = None
+    seconds = math.inf
     try:
         seconds = write_synced(path, chunk, size)
+    except OSError as reason:
+        error = describe_error(reason)
     finally:
         path.unlink(missing_ok=True)
     # Each step reads and writes the states of all ranks of a host.
@@ -93,8 +103,12 @@ def states_folder(group: RankGroup, plan: Plan, folder: Path) -> list[Result]:
     limit = f">= {min_speed:.2f} GB/s"
     remedy = f"a step waits for it; look at the load of {folder}, or set another folder"
     results = []
-    for host, host_seconds in group.by_host(group.gather(seconds)):
-        speed = size * group.local_ranks / max(host_seconds) / 1e9
+    for host, answers in group.by_host(group.gather((seconds, error))):
+        errors = [error for _, error in answers if error is not None]
+        if errors:
+            results.append(Result("speed for states", FAIL, f"{folder}: {errors[0]}", limit, remedy, host))
+            continue
+        speed = size * group.local_ranks / max(seconds for seconds, _ in answers) / 1e9
         value = f"{folder}: {speed:.2f} GB/s written and synced by all ranks"
         is_good = speed >= min_speed
         results.append(limited("speed for states", is_good, value, limit, remedy, otherwise=WARN, host=host))
@@ -121,7 +135,7 @@ def products(group: RankGroup) -> list[Result]:
         best = min(best, now() - began)
     ones = torch.ones(size, dtype=torch.float64, device=device)
     # Exact in FP32, and in FP64 here. BF16 rounds entries above 256 by one: 4.3 standard deviations of 8192 terms.
-    error = (out.double() @ ones - left_factor.double() @ (right_factor.double() @ ones)).abs().max().item()
+    error = _largest(out.double() @ ones - left_factor.double() @ (right_factor.double() @ ones))
     allowed = 8.0 if group.is_gpu else 0.0
     speeds = group.gather(2.0 * size**3 / best / 1e12)
     peak = group.accelerator()
@@ -134,6 +148,12 @@ def products(group: RankGroup) -> list[Result]:
         value = f"largest error {max(errors):g}"
         results.append(limited("product sums", max(errors) <= allowed, value, f"<= {allowed:g}", remedy, host=host))
     return results
+
+
+def _largest(differences: Tensor) -> float:
+    """Return the largest absolute value; infinity if one is NaN, which `max` and comparisons would miss."""
+    largest = differences.abs().max().item()
+    return math.inf if math.isnan(largest) else largest
 
 
 def host_copies(group: RankGroup) -> list[Result]:
@@ -197,7 +217,7 @@ def collectives(group: RankGroup) -> list[Result]:
             whole.copy_(local)
             dist.barrier()
             times.append(seconds_of(call, device))
-            error = max(error, (output - expected).abs().max().item())
+            error = max(error, _largest(output - expected))
         wrong = [f"rank {number}" for number, rank_error in enumerate(group.gather(error)) if rank_error]
         value = f"wrong on {', '.join(wrong)}" if wrong else f"right on {world} ranks"
         remedy = "memory or link of these ranks: preflight their hosts alone, then ISOLATE those that fail"

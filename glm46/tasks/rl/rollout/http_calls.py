@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Awaitable
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -42,13 +42,18 @@ class ForgottenError(CallError):
 
 
 def require_http_client() -> None:
-    """Return if the package for HTTP is installed.
+    """Return if the package for HTTP can be imported.
 
     Raises:
-        UserError: it is not.
+        UserError: it cannot.
     """
-    if find_spec("httpx") is None:
-        raise UserError("rollout.kind: inference servers need httpx, which is not installed; pip install 'glm46[rl]'")
+    try:
+        import_module("httpx")
+    except ImportError as error:
+        reason = "is not installed" if error.name == "httpx" else f"cannot be imported ({error})"
+        raise UserError(
+            f"rollout.kind: inference servers need httpx, which {reason}; pip install 'glm46[rl]'"
+        ) from error
 
 
 async def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
@@ -60,7 +65,7 @@ async def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
 
     Raises:
         RefusedError: the reply is 4xx.
-        StatusError: it is 5xx.
+        StatusError: it is 5xx, or a redirect.
         CallError: no connection, no complete reply in time, or a reply that is not JSON.
     """
     content = await exchange(url, path, body, seconds=seconds)
@@ -89,8 +94,8 @@ async def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> 
         raise CallError(f"{path}: no complete reply within {seconds:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise CallError(_reason(path, error)) from None
-    if reply.status_code >= 400:
-        kind = RefusedError if reply.status_code < 500 else StatusError
+    if not reply.is_success:  # redirects are not followed
+        kind = RefusedError if reply.is_client_error else StatusError
         raise kind(f"{path} answered {reply.status_code}: {received[:_MAX_REASON].decode(errors='replace')}")
     return received
 
@@ -103,13 +108,16 @@ def _tls() -> ssl.SSLContext:
 
 def _reason(path: str, error: Exception) -> str:
     """Return the message for a call without a reply."""
+    innermost: BaseException = error
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, ConnectionRefusedError):
+        members = getattr(cause, "exceptions", ())  # a group, for a host with several addresses
+        if any(isinstance(member, ConnectionRefusedError) for member in (cause, *members)):
             return "connection refused"  # nothing listens there, whatever the path
-        errors = getattr(cause, "exceptions", ())  # a group, for a host with several addresses
-        cause = errors[0] if errors else cause.__cause__ or cause.__context__
-    return f"{path}: {type(error).__name__}: {error}"
+        if isinstance(cause, OSError):
+            innermost = cause  # httpx's own text does not have the reason of the system
+        cause = members[0] if members else cause.__cause__ or cause.__context__
+    return f"{path}: {type(innermost).__name__}: {innermost}"
 
 
 async def guarded(work: Awaitable[_Result]) -> _Result:

@@ -117,11 +117,12 @@ class OpenRequests:
 
     def halt(self) -> bool:
         """End all calls and keep their tokens, within the deadlines of the servers. Return True if it was running."""
-        if self._working is None:
+        working = self._working
+        if working is None:  # perhaps another thread has halted it
             return False
         self._is_halting = True
         self._post(partial(self._enqueue, []))
-        wait([self._working])
+        wait([working])
         with self._lock:
             self._working = None
         return True

@@ -197,7 +197,6 @@ class Programs:
                 files that would otherwise be loaded from the current folder.
         """
         endpoint = policy.endpoint if policy else None
-        failures = [policy.has_failed.wait()] if policy else []
         async with AsyncExitStack() as stack:
             working_folder = await stack.enter_async_context(async_scratch_folder()) if is_judge else folder
             judged = folder if is_judge else None
@@ -205,6 +204,7 @@ class Programs:
                 async with self.started(command, working_folder, variables, endpoint, judged) as program:
                     program.reading.append(asyncio.create_task(_keep_end(program.stdout, program.output)))
                     program.reading.append(asyncio.create_task(program.write_all(stdin)))
+                    failures = [policy.has_failed.wait()] if policy else []
                     events = await program.first(seconds, *failures)
             except (OSError, ValueError) as error:
                 return ProgramOutcome(f"{command[0]}: {error}", "")

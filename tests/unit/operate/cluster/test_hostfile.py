@@ -43,6 +43,29 @@ def test_a_first_host_without_results_is_a_result(tmp_path, monkeypatch):
     assert (result.host, result.check, result.value) == ("localhost", "preflight", "error: no port")
 
 
+def test_a_host_that_never_met_the_first_one_shows_its_own_results(tmp_path, monkeypatch):
+    """The first host ended because node 1 did not come; node 1 says why; node 2 printed nothing."""
+    (tmp_path / "hosts").write_text("localhost\n127.0.0.2\n127.0.0.3\n")
+    monkeypatch.setattr(preflight, "unreachable", lambda hosts: {})
+    first = as_json([Result("ranks", FAIL, "a node did not join", host="a (node 0)")], 1.0)
+    slow = as_json(
+        [
+            Result("job.dump_folder", FAIL, "no answer within 15 s", host="b (node 1)"),
+            Result("x", PASS, "", host="a (node 0)"),
+        ],
+        90.0,
+    )
+    answers = [HostAnswer(1, first, ""), HostAnswer(1, slow, ""), HostAnswer(255, "", "lost\n")]
+    monkeypatch.setattr(preflight, "run_on_hosts", lambda hosts, *_, **options: answers)
+    assert preflight_command(["--hostfile", str(tmp_path / "hosts"), "--json", str(tmp_path / "found.json")]) == 1
+    rows = {(row.host, row.check): row.value for row in from_json((tmp_path / "found.json").read_text())}
+    assert rows == {
+        ("a (node 0)", "ranks"): "a node did not join",
+        ("b (node 1)", "job.dump_folder"): "no answer within 15 s",
+        ("127.0.0.3", "preflight"): "lost",
+    }
+
+
 def test_without_ssh_and_with_options_that_exclude_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "hosts").write_text("localhost\n")

@@ -2,6 +2,7 @@
 
 import itertools
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -12,9 +13,8 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.config.rollout import RolloutConfig
 from glm46.operate.launch import rl_start
-from glm46.tasks.rl.rollout import http_calls
 from glm46.tasks.rl.rollout.event_loop import blocking
-from glm46.tasks.rl.rollout.http_calls import CallError, guarded, require_http_client
+from glm46.tasks.rl.rollout.http_calls import CallError, StatusError, guarded, require_http_client
 from tests.unit.tasks.rl.rollout.waiting import call, run
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
@@ -81,13 +81,15 @@ def test_a_fault_of_the_client_has_its_traceback_and_is_no_fault_of_a_server(cap
         run(blocking(lambda: run(fail())))
 
 
-@pytest.mark.parametrize(("reply", "received"), [
-    (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 2\r\n\r\n[]", []),
-    (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n[1]", [1]),
-], ids=["a redirect", "an encoding"])  # fmt: skip
-def test_a_reply_is_taken_as_it_is(reply, received):
-    with answering([reply]) as url:
-        assert call(url, "/path", seconds=60.0) == received
+def test_a_reply_is_not_decompressed_whatever_it_declares():
+    with answering([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n[1]"]) as url:
+        assert call(url, "/path", seconds=60.0) == [1]
+
+
+def test_a_redirect_is_not_followed_and_is_no_answer():
+    moved = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 2\r\n\r\n[]"
+    with answering([moved]) as url, pytest.raises(StatusError, match="/path answered 302"):
+        call(url, "/path", seconds=60.0)
 
 
 def test_proxies_and_passwords_of_the_environment_are_not_read(monkeypatch, tmp_path):
@@ -101,7 +103,7 @@ def test_proxies_and_passwords_of_the_environment_are_not_read(monkeypatch, tmp_
 
 def test_without_the_package_for_http_one_message_names_its_extra(monkeypatch):
     require_http_client()
-    monkeypatch.setattr(http_calls, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(UserError, match=r"rollout.kind: .*httpx.*glm46\[rl\]"):
         require_http_client()
     monkeypatch.setattr(rl_start, "reward_pool", lambda rl: SimpleNamespace(close=lambda: None))
