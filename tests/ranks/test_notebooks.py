@@ -16,7 +16,7 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from tests.processes import PROGRAM_SECONDS
-from tests.ranks.test_tutorial import SMALLER
+from tests.ranks.test_tutorial import SMALL_SHAPE
 
 _REASON = "not installed; pip install '.[test]'"
 nbformat = pytest.importorskip("nbformat", reason=_REASON)
@@ -32,7 +32,7 @@ PRINTED = {
     "plan_a_cluster": ["GLM-4.5-Air", "H200", "days", "smallest cluster that fits"],
 }
 LORA = {
-    "flavor": SMALLER["debug.toml"]["flavor"], "tokens": "10_240", "local_batch_size": "1", "global_batch_size": "2",
+    "num_nextn_predict_layers": f"num_nextn_predict_layers = 0\n{SMALL_SHAPE}", "tokens": "10_240", "local_batch_size": "1", "global_batch_size": "2",
     "warmup_tokens": "1_024", "max_new_tokens": "4",
 }  # fmt: skip
 

@@ -13,8 +13,7 @@ from tests.processes import PROGRAM_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
-_MODEL = """flavor = "debug"
-num_hidden_layers = 2
+SMALL_SHAPE = """num_hidden_layers = 2
 hidden_size = 64
 intermediate_size = 128
 moe_intermediate_size = 32
@@ -24,6 +23,7 @@ num_attention_heads = 4
 num_key_value_heads = 2
 head_dim = 16
 """
+_MODEL = f'flavor = "debug"\n\n[model.shape]\n{SMALL_SHAPE}'
 _ROLLOUT = {"prompts_per_rollout": "4", "group_size": "4", "global_batch_size": "16", "samples": "1"}
 SMALLER = {
     "debug.toml": {
