@@ -32,7 +32,8 @@ PRINTED = {
     "plan_a_cluster": ["GLM-4.5-Air", "H200", "days", "smallest cluster that fits"],
 }
 LORA = {
-    "num_nextn_predict_layers": f"num_nextn_predict_layers = 0\n{SMALL_SHAPE}", "tokens": "10_240", "local_batch_size": "1", "global_batch_size": "2",
+    "num_nextn_predict_layers": f"num_nextn_predict_layers = 0\n{SMALL_SHAPE}",
+    "tokens": "10_240", "local_batch_size": "1", "global_batch_size": "2",
     "warmup_tokens": "1_024", "max_new_tokens": "4",
 }  # fmt: skip
 
