@@ -143,7 +143,7 @@ def require_writable(option: str, path: Path) -> None:
         if is_new or path.is_file() or path.is_dir():  # a pipe may wait for its reader
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another node may have checked the same file
     except OSError as error:
         raise UserError(
             f"command line: {option} {path}: cannot be written ({error.strerror}); name a file in a folder that exists"
