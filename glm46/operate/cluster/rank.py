@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,7 +48,8 @@ def run_rank(arguments: argparse.Namespace, config: RunConfig | None) -> int:
     check = "meeting"
     try:
         process = join(_JOIN_SECONDS[arguments.full])
-        group = RankGroup(process, dist.new_group(backend="gloo"), _WAIT_SECONDS[arguments.full], arguments.full)
+        cpu_group: Any = dist.new_group(backend="gloo")  # torch's type includes a constant for ranks outside the group
+        group = RankGroup(process, cpu_group, _WAIT_SECONDS[arguments.full], arguments.full)
         reports = group.gather(json.loads((arguments.ranks_folder / HOST_FILE).read_text()))
         reports_by_host = {report["host"]: report for report in reports}
         group = replace(group, hosts=list(reports_by_host))
