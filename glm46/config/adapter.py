@@ -1,10 +1,11 @@
 """The section [adapter]."""
 
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from glm46.config.section import ModelFolder, Needs, OnHub, Removed, Section
+from glm46.config.section import ModelFolder, Needs, OnHub, Removed, Section, real_folder
 
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
@@ -68,6 +69,11 @@ class AdapterConfig(Section):
     """A PEFT folder, or ``hf://owner/name`` of the hub, from whose adapters training continues, with a new optimizer.
     Kind, targets, layers and ranks must be the same. Its alpha may differ; B is then scaled. Absent: new adapters,
     which change nothing."""
+
+    @property
+    def initial_load_folder(self) -> Path | None:
+        """``initial_load_path``, absolute and without links; see `real_folder`."""
+        return real_folder(self.initial_load_path)
 
     @property
     def scale(self) -> float:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Removed, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Removed, Section, real_folder
 
 
 class CheckpointConfig(Section):
@@ -45,11 +45,21 @@ class CheckpointConfig(Section):
     """Checkpoint (a step folder) of another run that this run continues when ``folder`` has no checkpoint yet: step,
     tokens, clock and position in the data are kept. Later starts resume from ``folder``."""
 
+    @property
+    def load_folder(self) -> Path | None:
+        """``load_path``, absolute and without links; see `real_folder`."""
+        return real_folder(self.load_path)
+
     initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
     previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. From a folder
     that another program wrote with torch.distributed.checkpoint only the weights are read. Under [adapter]: the base;
     every start reads its weights and nothing else."""
+
+    @property
+    def initial_load_folder(self) -> Path | None:
+        """``initial_load_path``, absolute and without links; see `real_folder`."""
+        return real_folder(self.initial_load_path)
 
     @property
     def initial_folder(self) -> Path:

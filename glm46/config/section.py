@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
@@ -126,6 +127,12 @@ def _no_url(path: str) -> str:
 
 LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
+
+
+def real_folder(path: str | None) -> Path | None:
+    """Return the absolute path of a folder without links, so that `step-000100` has its name where `latest` links to
+    it; None for None. A loop of links stays in the path, and the first use of the folder reports it."""
+    return None if path is None else Path(os.path.realpath(path))
 
 
 def _on_hub(kind: HubKind) -> AfterValidator:

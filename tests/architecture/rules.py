@@ -56,6 +56,7 @@ ROOT_CONFIG_MODULES = {
     "glm46.engine.training.build",
     "glm46.engine.training.outputs",
     "glm46.engine.training.origin",
+    "glm46.engine.training.saved_config",
     "glm46.tasks.weights.start_folders",
 }
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.distributed.process import Process, join, leave
-from glm46.engine.training.resume import checkpoint_tensors
+from glm46.engine.training.checkpoint_content import checkpoint_tensors
 from glm46.engine.training.services import build_checkpoints
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step

@@ -1,72 +1,28 @@
-"""Contents of a checkpoint, and the start of a run: new, from an earlier phase, resumed, or continued from another
-run."""
+"""Start of a run: new, from an earlier phase, resumed, or continued from another run; and its rollback."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
-from fnmatch import fnmatchcase
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import on_first_rank, run_on_all_ranks
-from glm46.compute.distributed.process import Process
 from glm46.compute.distributed.ranks import Ranks
-from glm46.config.checkpoint import CheckpointConfig
-from glm46.config.errors import UserError, raise_if
+from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.loader import dump_config
 from glm46.engine.reliability.stop import Diverged
+from glm46.engine.training.checkpoint_content import BASES_KEY, checkpoint_tensors
+from glm46.engine.training.initial_load import names_not_loaded
 from glm46.engine.training.network import Network, TrainedNetwork
-from glm46.engine.training.origin import CONTINUE_REMEDY, INITIAL_REMEDY, TENSOR_KEYS, differences
+from glm46.engine.training.saved_config import differences, explain_load_faults
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step_weights import StepWeights
 from glm46.engine.training.task import Task
 from glm46.engine.training.weight_source import WeightFolder, WeightSource
-from glm46.files.local_disk import real_path
 from glm46.run.function import function_of_meta
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import hash_files, step_folder, step_of
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.checkpoint.metadata import read_metadata
-
-_FAULTS_SHOWN = 3
-BASES_KEY = "bases"
-"""Key of a checkpoint's metadata for `Network.frozen_files` of each network that has frozen files."""
-
-
-def checkpoint_tensors(task: Task) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint by name: tensors of every trained network, and states of random generators.
-    Tensors of networks other than the main one have the network's name as prefix. Loading writes into these tensors."""
-    named: dict[str, Tensor] = {}
-    main = next(iter(task.networks))
-    for name in task.objectives:
-        named |= task.networks[name].state_tensors("" if name == main else f"{name}.")
-    return named | _rng_states(task.cluster.process)
-
-
-def _rng_states(process: Process) -> dict[str, Tensor]:
-    """Return the states of this rank's random generators. Names contain the rank, because ranks may differ."""
-    states = {f"rng.{process.rank}.cpu": torch.get_rng_state()}
-    if process.device.type == "cuda":
-        states[f"rng.{process.rank}.cuda"] = torch.cuda.get_rng_state(process.device)
-    return states
-
-
-def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
-    """Return the JSON content of a checkpoint, which is stored next to the tensors."""
-    main = next(iter(task.networks.values()))
-    return {
-        "progress": asdict(progress),
-        "config": dump_config(task.plan.config),
-        **main.function._replace(shape=task.plan.stage_after(progress.samples).shape).meta(),
-        "stream": task.fingerprint(),
-        "validation": validation,
-        BASES_KEY: {name: network.frozen_files for name, network in task.networks.items() if network.frozen_files},
-        **task.state(progress),
-    }
 
 
 def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> tuple[Progress, dict[str, Any] | None]:
@@ -100,9 +56,9 @@ def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> 
         _refuse_other_origin(task, weights, meta, _folder_of(resumed, checkpoints))
         return Progress(**meta["progress"]), meta
     progress = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
-    if main in read_metas or config.initial_load_path is None:
+    if main in read_metas or config.initial_load_folder is None:
         return progress, read_metas.get(main)
-    meta = _load_phase(task, checkpoints, real_path(config.initial_load_path))
+    meta = _load_phase(task, checkpoints, config.initial_load_folder)
     if not config.initial_load_model_only:
         # Do not read again what the earlier phase has read.
         progress.read_before = meta.get("read", [])
@@ -116,9 +72,7 @@ def _resumed_checkpoint(task: Task, checkpoints: CheckpointManager) -> int | Pat
     if not config.enable:
         return None
     step = checkpoints.newest() if config.load_step == -1 else config.load_step
-    if step is None and config.load_path is not None:
-        return real_path(config.load_path)
-    return step
+    return config.load_folder if step is None else step
 
 
 def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> list[Path]:
@@ -130,13 +84,14 @@ def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> list[Pa
     """
     config = network.plan.config
     folders = []
-    if config.checkpoint.initial_load_path is not None:
-        folder = real_path(config.checkpoint.initial_load_path)
+    folder = config.checkpoint.initial_load_folder
+    if folder is not None:
         is_foreign = config.checkpoint.initial_load_in_hf or kind_of(folder) is Kind.DCP
         if _has_frozen_weights(network) or (is_main and is_new and is_foreign):
             folders.append(folder)
-    if network.is_adapted and is_new and config.adapter is not None and config.adapter.initial_load_path is not None:
-        folders.append(real_path(config.adapter.initial_load_path))
+    adapters = None if config.adapter is None else config.adapter.initial_load_folder
+    if network.is_adapted and is_new and adapters is not None:
+        folders.append(adapters)
     return folders
 
 
@@ -165,13 +120,19 @@ def _refuse_other_origin(task: Task, weights: WeightSource, meta: dict[str, Any]
     if faults:
         raise UserError(*on_first_rank(*faults))
     if meta["stream"] != task.fingerprint():
-        raise UserError(*on_first_rank(_other_text(task, folder)))
+        changed = "; ".join(differences(task.identity_keys, task.plan.config, folder))
+        fault = (
+            f"{changed or task.other_text}. The checkpoint of {folder} was trained on other data, or in another order; "
+            "restore it, or start a new run from its weights: set another job.dump_folder and "
+            f"checkpoint.initial_load_path = {str(folder)!r}"
+        )
+        raise UserError(*on_first_rank(fault))
 
 
 def _load_phase(task: Task, checkpoints: CheckpointManager, folder: Path) -> dict[str, Any]:
     """Load what the [checkpoint] initial_load keys ask for from the step folder of an earlier phase, and return its
     metadata. Collective."""
-    ignored = _names_not_loaded(task, folder)
+    ignored = names_not_loaded(task, folder)
     meta = _load(task, checkpoints, folder, ignored=ignored)
     main = next(iter(task.networks.values()))
     main.take_gates(meta, {name for name in main.weights() if f"model.{name}" not in ignored})
@@ -206,10 +167,9 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
     first_bad_step = progress.bad_since_step if progress.skipped_in_a_row else progress.step
     config = task.plan.config.checkpoint
     source: int | Path | None = checkpoints.newest(before=first_bad_step) if config.enable else None
-    if source is None and config.load_path is not None:
-        folder = real_path(config.load_path)
-        step = step_of(folder)
-        source = folder if step is not None and step < first_bad_step else None
+    if source is None and config.load_folder is not None:
+        step = step_of(config.load_folder)
+        source = config.load_folder if step is not None and step < first_bad_step else None
     if source is None:
         raise Diverged(
             *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
@@ -220,62 +180,8 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
     return progress.rolled_back_to(earlier, first_bad_sample), meta
 
 
-def _explained(faults: Sequence[str], task: Task, folder: Path) -> list[str]:
-    """Return changed keys that explain the faults of a load, with a remedy, then the first few faults."""
-    text = "\n".join(faults)
-    config = task.plan.config
-    parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
-    keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
-    if _is_at(config.checkpoint.load_path, folder):
-        remedy = CONTINUE_REMEDY
-    elif _is_at(config.checkpoint.initial_load_path, folder):
-        remedy = INITIAL_REMEDY
-    else:
-        remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to load what matches"
-    more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
-    causes = [f"{line}; {remedy}" for line in differences(tuple(keys), config, folder)]
-    if not causes and _is_at(config.checkpoint.load_path, folder):
-        key = f"checkpoint.load_path = {config.checkpoint.load_path!r}"
-        faults = [f"{key}: {fault}; restore the folder, or give another one" for fault in faults]
-    return [*causes, *faults[:_FAULTS_SHOWN], *more]
-
-
-def _is_at(path: str | None, folder: Path) -> bool:
-    return path is not None and real_path(path) == folder
-
-
 def _folder_of(source: int | Path, checkpoints: CheckpointManager) -> Path:
     return source if isinstance(source, Path) else step_folder(checkpoints.folder, source)
-
-
-def _other_text(task: Task, folder: Path) -> str:
-    changed = "; ".join(differences(task.identity_keys, task.plan.config, folder))
-    return (
-        f"{changed or task.other_text}. The checkpoint of {folder} was trained "
-        "on other data, or in another order; restore it, or start a new run from its weights: set another "
-        f"job.dump_folder and checkpoint.initial_load_path = {str(folder)!r}"
-    )
-
-
-def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
-    """Return the names of tensors that this run does not load from the step folder of another run. Collective."""
-    names_by_rank = [list(checkpoint_tensors(task))]
-    if (pipeline := task.cluster.meshes.pipeline) is not None:  # stages hold different tensors
-        dist.all_gather_object(
-            names_by_rank := names_by_rank * dist.get_world_size(pipeline), names_by_rank[0], group=pipeline
-        )
-    metadata, faults = read_metadata(folder)
-    if metadata is None:
-        raise UserError(*faults)
-    ours = {name for names in names_by_rank for name in names if not name.startswith("rng.")}
-    theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
-    _, *others = task.networks
-    excluded = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
-    if task.keeps_prediction_layers:
-        excluded |= {name for name in theirs if name.startswith("model.mtp.")}
-    if task.plan.config.head == "value":  # a new value head, or both runs train a reward model
-        excluded |= {"model.lm_head.weight"} | {"model.value_head.weight"} - theirs
-    return names_not_loaded(ours - excluded, theirs - excluded, task.plan.config.checkpoint) | excluded
 
 
 def _resume(task: Task, checkpoints: CheckpointManager, source: int | Path) -> dict[str, Any]:
@@ -299,7 +205,7 @@ def _load(
     try:
         meta = checkpoints.load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
-        faults = _explained(error.faults, task, _folder_of(source, checkpoints))
+        faults = explain_load_faults(error.faults, task.plan.config, _folder_of(source, checkpoints))
         raise UserError(*on_first_rank(*faults)) from None
     rank = task.cluster.process.rank
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"])
@@ -308,40 +214,3 @@ def _load(
     for network in task.networks.values():
         network.loaded(new_adapters=False)
     return meta
-
-
-def names_not_loaded(ours: Iterable[str], theirs: Iterable[str], config: CheckpointConfig) -> frozenset[str]:
-    """Return names of tensors of this run or of the checkpoint that the [checkpoint] initial_load keys exclude.
-
-    The optimizer state of an excluded weight is also excluded, because it belongs to other values of that weight.
-
-    Args:
-        ours: names of tensors of this run on all ranks, without random generators.
-        theirs: names of tensors of the checkpoint, without random generators.
-
-    Raises:
-        UserError: a pattern matches no name, or nothing remains to load.
-    """
-    names = {*ours, *theirs}
-    faults = [
-        f"checkpoint.initial_load_exclude: {pattern!r} matches no tensor of this run or of {config.initial_load_path}; "
-        "'python -m glm46 checkpoint show' lists the names"
-        for pattern in config.initial_load_exclude
-        if not _matching(names, [pattern])
-    ]
-    raise_if(faults)
-    excluded = _matching(names, config.initial_load_exclude)
-    if config.initial_load_model_only:
-        excluded |= {name for name in names if not name.startswith("model.")}
-    weights = tuple(f"optimizer.{name.removeprefix('model.')}." for name in excluded if name.startswith("model."))
-    excluded |= {name for name in names if name.startswith(weights)}
-    if excluded == names:
-        raise UserError(
-            f"checkpoint.initial_load_exclude: nothing of {config.initial_load_path} is loaded; "
-            "loosen it, or remove initial_load_path"
-        )
-    return frozenset(excluded)
-
-
-def _matching(names: set[str], patterns: Iterable[str]) -> set[str]:
-    return {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}

@@ -8,8 +8,8 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.engine.reliability.loss_spikes import SpikeDetector
 from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged
+from glm46.engine.training.checkpoint_content import checkpoint_meta, checkpoint_tensors
 from glm46.engine.training.observer import Observer
-from glm46.engine.training.resume import checkpoint_meta, checkpoint_tensors
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
 from glm46.storage.checkpoint.finite import NotFiniteError

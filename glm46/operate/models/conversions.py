@@ -19,7 +19,7 @@ from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference.stored_model import StoredModel, whole_model
-from glm46.engine.training.resume import BASES_KEY
+from glm46.engine.training.checkpoint_content import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
 from glm46.run.curriculum import describe_attention

@@ -7,7 +7,8 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.engine.training.origin import INITIAL_REMEDY, SHAPE_KEYS, differences, has_checkpoint, saved_run
+from glm46.engine.training.origin import has_checkpoint
+from glm46.engine.training.saved_config import INITIAL_REMEDY, SHAPE_KEYS, differences, saved_run
 from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind

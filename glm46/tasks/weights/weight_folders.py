@@ -8,7 +8,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.engine.training.network import Network
-from glm46.engine.training.origin import differences, saved_run
+from glm46.engine.training.saved_config import differences, saved_run
 from glm46.engine.training.state import Progress
 from glm46.engine.training.weight_source import WeightFolder
 from glm46.files.progress import bytes_progress

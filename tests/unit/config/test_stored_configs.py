@@ -10,7 +10,7 @@ from glm46.config.errors import UserError
 from glm46.config.finetune import FineTuneConfig
 from glm46.config.loader import config_from, dump_config, stored_config
 from glm46.engine.inference.stored_model import stored_model
-from glm46.engine.training.origin import saved_run
+from glm46.engine.training.saved_config import saved_run
 from glm46.operate.models.evaluate_ranks import _training
 from glm46.run.function import function_of_meta, next_temperature
 
