@@ -53,29 +53,36 @@ def adapters_are_under_adamw(config: RunConfig, adapter: AdapterConfig) -> Fault
 
 
 @rule
-def base_is_in_full_precision(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """The products of adapted layers are not in FP8."""
+def adapted_products_are_not_in_fp8(config: RunConfig, adapter: AdapterConfig) -> Faults:
+    """[float8] does not convert adapted layers."""
     if config.float8.recipe_name is not None:
         yield fault("`float8.recipe_name`: is not possible under `adapter`; remove [float8]")
 
 
 @rule
 def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
-    """At least one projection consists of whole groups of columns that share a scale, and tensor parallelism does not
-    split a group."""
+    """At least one projection divides into groups of columns that share a scale, and tensor parallelism does not split
+    a group."""
     if adapter.base_dtype is None:
         return
     tp = config.parallelism.tensor_parallel_degree
-    size = BASE_FORMATS[adapter.base_dtype].columns
+    base = BASE_FORMATS[adapter.base_dtype]
+    size = base.columns
+    heads = shape.num_attention_heads * shape.head_dim
     shared = shape.moe_intermediate_size * shape.n_shared_experts
-    # Input columns that tensor parallelism splits, of the projections back to the hidden size; experts stay whole.
+    # Widths that tensor parallelism splits: inputs of o_proj and of down_proj. Routed experts are not split.
     split = {
-        "model.shape.num_attention_heads x model.shape.head_dim": shape.num_attention_heads * shape.head_dim,
+        "model.shape.num_attention_heads x model.shape.head_dim": heads,
         "model.shape.intermediate_size": shape.intermediate_size,
         "model.shape.moe_intermediate_size x model.shape.n_shared_experts": shared,
     }
-    widths = [*split.values(), shape.moe_intermediate_size]
-    if shape.hidden_size % size or all(width % size for width in widths):
+    fits_hidden = shape.hidden_size % size == 0
+    if base.rows > 1:  # both sizes of a projection are divided
+        widths = [*split.values(), shape.moe_intermediate_size]
+        fits_any = fits_hidden and any(width and width % size == 0 for width in widths)
+    else:  # q, k and v read the hidden size, o_proj the heads
+        fits_any = fits_hidden or heads % size == 0
+    if not fits_any:
         yield fault(
             f"`adapter.base_dtype`: no projection of this model has sizes that are multiples of {size} "
             "(`model.shape.hidden_size`); remove adapter.base_dtype"
@@ -85,14 +92,14 @@ def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, s
         if width and width % size == 0 and width % (size * tp):
             yield fault(
                 f"`parallelism.tensor_parallel_degree`: splits {name} = {width} into parts that are not multiples of "
-                f"{size}, which `adapter.base_dtype` needs; take a degree of which {width} is {size} times "
-                "a multiple, or remove adapter.base_dtype"
+                f"{size}, which `adapter.base_dtype` needs; take a degree d for which {width} is a multiple of "
+                f"{size} x d, or remove adapter.base_dtype"
             )
 
 
 @rule
 def magnitudes_are_on_the_device(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """DoRA's norms are computed where the weights are."""
+    """DoRA's norms are computed on the device, where offloaded weights are not."""
     if adapter.name == "dora" and config.training.parameter_offload:
         yield fault(
             '`training.parameter_offload`: is not possible with `adapter.name`; take "lora", or set it to false'
@@ -112,7 +119,9 @@ def adapted_layers_exist(adapter: AdapterConfig, shape: ModelShape) -> Faults:
         ("shared_experts", has_moe and shape.n_shared_experts, "have shared experts"),
         ("experts", has_moe, "have experts"),
     ):
-        if target in adapter.targets and not is_there and "targets" in adapter.model_fields_set:
+        # The default names every target, also those that the model lacks.
+        is_named = target in adapter.targets and "targets" in adapter.model_fields_set
+        if is_named and not is_there:
             yield fault(
                 f'`adapter.targets`: none of the layers {first} to {last} {why}; remove "{target}"',
                 "adapter.layers",
@@ -141,11 +150,12 @@ def expert_ranks_are_aligned(config: RunConfig, adapter: AdapterConfig) -> Fault
     """Rows of A and B of experts begin at multiples of 16 bytes, which grouped products need."""
     dtype = config.training.mixed_precision_param
     entries = 16 // {"bfloat16": 2, "float32": 4}[dtype]
-    key, other = ("rank", ", or set adapter.expert_rank") if adapter.expert_rank is None else ("expert_rank", "")
+    key = "rank" if adapter.expert_rank is None else "expert_rank"
     rank = getattr(adapter, key)
     if "experts" in adapter.targets and rank % entries:
+        alternative = ", or set adapter.expert_rank" if key == "rank" else ""
         yield fault(
             f"`adapter.{key}`: must be a multiple of {entries} for experts in {dtype}; take "
-            f"{-(-rank // entries) * entries}{other}",
+            f"{-(-rank // entries) * entries}{alternative}",
             "training.mixed_precision_param",
         )

@@ -12,7 +12,7 @@ from glm46.config.run_config import RunConfig
 from glm46.config.section import values_of
 
 STATE_BLOCK = 64
-STATE_LEAST_ENTRIES = 4096
+STATE_MIN_ENTRIES = 4096
 """Columns that share a scale in 8-bit states, and entries of the smallest tensor with such states; a test keeps both
 equal to `compute/optim/compact_state.py`."""
 
@@ -271,7 +271,7 @@ def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape) -> Faults:
     if shape.n_shared_experts:
         width = shape.n_shared_experts * shape.moe_intermediate_size
         cut.append(("model.shape.n_shared_experts * moe_intermediate_size", width))
-    cut = [(name, columns) for name, columns in cut if columns * shape.hidden_size >= STATE_LEAST_ENTRIES]
+    cut = [(name, columns) for name, columns in cut if columns * shape.hidden_size >= STATE_MIN_ENTRIES]
     for name, columns in cut:
         if columns % (STATE_BLOCK * tensor):
             near = near_values(

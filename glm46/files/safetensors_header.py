@@ -8,7 +8,7 @@ Source: github.com/huggingface/safetensors.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ ITEM_BYTES = {
     "I64": 8,
     "I32": 4,
     "I16": 2,
+    "U16": 2,
     "I8": 1,
     "U64": 8,
     "U32": 4,
@@ -63,16 +64,20 @@ def make_header(
     each, in the order of the file. Put wider dtypes first, so that every tensor starts at a multiple of its item
     size."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    entries = {}
     end = 0
     for name, dtype, shape in tensors:
-        entries[name] = entry = HeaderEntry(dtype, tuple(shape), end)
-        end += entry.nbytes
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.start, end]}
+        start = end
+        end += prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    placed = {name: replace(entry, start=8 + len(text) + entry.start) for name, entry in entries.items()}
-    return len(text).to_bytes(8, "little") + text, placed
+    first_byte = 8 + len(text)
+    entries = {
+        name: HeaderEntry(value["dtype"], tuple(value["shape"]), first_byte + value["data_offsets"][0])
+        for name, value in header.items()
+        if name != "__metadata__"
+    }
+    return len(text).to_bytes(8, "little") + text, entries
 
 
 def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
@@ -80,7 +85,7 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
     UserError if the file is missing, truncated, or not in this format.
 
     Args:
-        remedy: advice for the user about a damaged file; the end of each message.
+        remedy: advice for the user; ends the messages about a missing or damaged file.
     """
     try:
         with open_regular(path) as file, safe_open(path, "np") as reader:
@@ -103,7 +108,7 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
 
 
 def _wrong_size(path: Path) -> str | None:
-    """Return the fault of a file with a complete header that does not match the size of the file; None otherwise."""
+    """Return how the size of a file contradicts its header; None if it agrees, or if the header cannot be parsed."""
     size = path.stat().st_size
     if size < 8:
         return f"truncated: {size} bytes"

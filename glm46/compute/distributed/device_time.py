@@ -1,9 +1,10 @@
 """Device time of this rank's own work, measured by events on its stream and read a step later, without a wait.
 
-A host runs ahead of its GPU and waits for it once per step, for the same time on all ranks, so its clock does not tell
-a slow GPU from a fast one. On the device a rank computes its layers, and waits for other ranks between and inside them.
-The forward of each layer in the first micro-batch of a step is measured, without these waits: FSDP2 gathers a layer
-before the hooks of this module run, and collectives inside layers are wrapped in `waiting_for_ranks`.
+A host runs ahead of its GPU and waits for it once per step. Collectives keep all GPUs in step, so every host waits
+until the same moment, and its clock does not tell a slow GPU from a fast one. On the device a rank computes its
+layers, and waits for other ranks between and inside them. The forward of each layer in the first micro-batch of a step
+is measured, without these waits: FSDP2 gathers a layer before the hooks of this module run, and collectives inside
+layers are wrapped in `waiting_for_ranks`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,15 +26,16 @@ class OwnDeviceTime:
     def __init__(self, layers: Iterable[nn.Module], make_event: Callable[[], torch.cuda.Event]):
         self._layers = list(layers)
         self._make_event = make_event
-        self._left: set[nn.Module] = set()
-        self._own: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._unmeasured: set[nn.Module] = set()
+        self._forwards: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._before = self._own, self._waits
+        self._previous = self._forwards, self._waits
         self._seconds = 0.0
         self._began: torch.cuda.Event | None = None
         self._wait: AbstractContextManager | None = None
         for layer in self._layers:
             layer.register_forward_pre_hook(self._enter)  # after the hook of FSDP2, which gathers the layer
+            # Before FSDP2 frees the layer; also after an error, or later collectives would be measured.
             layer.register_forward_hook(self._leave, prepend=True, always_call=True)
             for module in layer.modules():
                 if module is not layer and isinstance(module, FSDPModule):  # experts, gathered inside the layer
@@ -42,17 +44,18 @@ class OwnDeviceTime:
 
     def step_begins(self) -> None:
         """Measure the next call of each layer."""
-        self._before = (self._own, self._waits)
-        self._own = []
+        self._previous = (self._forwards, self._waits)
+        self._forwards = []
         self._waits = []
-        self._left = set(self._layers)
+        self._unmeasured = set(self._layers)
 
     def seconds(self) -> float:
         """Return the time of the previous step, or of an earlier one if the device has not finished it; 0 at first."""
-        layers, waits = self._before
-        if layers and all(end.query() for _, end in (*layers, *waits)):
-            layer_time, wait_time = (sum(begin.elapsed_time(end) for begin, end in pairs) for pairs in (layers, waits))
-            self._seconds = (layer_time - wait_time) / 1e3
+        forwards, waits = self._previous
+        if forwards and all(end.query() for _, end in (*forwards, *waits)):
+            forward_milliseconds = sum(begin.elapsed_time(end) for begin, end in forwards)
+            wait_milliseconds = sum(begin.elapsed_time(end) for begin, end in waits)
+            self._seconds = (forward_milliseconds - wait_milliseconds) / 1e3
         return self._seconds
 
     def _mark(self) -> torch.cuda.Event:
@@ -63,15 +66,15 @@ class OwnDeviceTime:
     @torch.compiler.disable
     def _enter(self, layer: nn.Module, *_call: object) -> None:
         global _measuring
-        if layer in self._left:
-            self._left.remove(layer)
+        if layer in self._unmeasured:
+            self._unmeasured.remove(layer)
             self._began, _measuring = self._mark(), self
 
     @torch.compiler.disable
     def _leave(self, *_call: object) -> None:
         global _measuring
         if self._began is not None:
-            self._own.append((self._began, self._mark()))
+            self._forwards.append((self._began, self._mark()))
             self._began = None
             _measuring = None
 

@@ -23,6 +23,7 @@ def signed(value: int) -> int:
 
 
 GAMMA = signed(0x9E3779B97F4A7C15)
+"""Increment of the state of SplitMix64: 2**64 divided by the golden ratio, rounded to an odd number."""
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)
 
@@ -94,13 +95,13 @@ def _fill_box(local: Tensor, places: list[Tensor], values: Callable[[Tensor], Te
         for row, place in zip(local, places[0], strict=True):
             _fill_box(row, [places[1] + place, *places[2:]], values)
         return
-    inside_row = torch.zeros((), dtype=torch.int64, device=local.device)
+    offsets_in_row = torch.zeros((), dtype=torch.int64, device=local.device)
     for dim in range(1, local.dim()):
-        inside_row = inside_row.unsqueeze(-1) + places[dim]
+        offsets_in_row = offsets_in_row.unsqueeze(-1) + places[dim]
     rows_at_once = max(1, _CHUNK_ELEMENTS // row_elements)
     for start in range(0, local.shape[0], rows_at_once):
         rows = places[0][start : start + rows_at_once]
-        local[start : start + rows_at_once] = values(rows.view(-1, *[1] * inside_row.dim()) + inside_row)
+        local[start : start + rows_at_once] = values(rows.view(-1, *[1] * offsets_in_row.dim()) + offsets_in_row)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from glm46.config.errors import UserError
 BLOCK = 64
 
 # As in torchao: for smaller tensors the saved memory is not worth the error.
-LEAST_ENTRIES = 4096
+MIN_ENTRIES = 4096
 
 
 @lru_cache
@@ -121,7 +121,7 @@ def make_state(
     """
     if dtype != "8bit":
         return {"": state_like(parameter, dtype, zeros=zeros)}
-    if parameter.ndim < 2 or parameter.numel() < LEAST_ENTRIES:
+    if parameter.ndim < 2 or parameter.numel() < MIN_ENTRIES:
         return {"": state_like(parameter, torch.float32, zeros=zeros)}
     column_ranks = _column_ranks(parameter)
     if column_ranks > 1 and parameter.shape[-1] % (BLOCK * column_ranks):

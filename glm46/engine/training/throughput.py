@@ -35,7 +35,7 @@ class ThroughputMeter:
             flops: FLOPs of forward and backward over all ranks.
             budget_tokens: tokens of the step that count towards ``training.tokens``; differs from `tokens` if rows
                 hold several samples.
-            model_seconds: duration of generation, forward and backward.
+            model_seconds: host time in generation of samples (RL), forward and backward; the rest is overhead.
         """
         self._tokens += tokens
         self._budget_tokens += budget_tokens
@@ -61,11 +61,11 @@ class ThroughputMeter:
         # A coarse clock may not advance within a tiny step.
         seconds = max(self._clock() - self._start - self._excluded_seconds, 1e-9)
         rate = self._tokens / seconds
-        flops = self._flops / seconds / self._num_ranks
+        flops_per_second_per_device = self._flops / seconds / self._num_ranks
         row = {
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / self._num_ranks,
-            "tflops_per_device": flops / 1e12,
+            "tflops_per_device": flops_per_second_per_device / 1e12,
             "step_seconds": seconds / self._steps,
             "data_seconds": self._data_seconds / self._steps,
             "overhead_ratio": 1 - self._model_seconds / seconds,

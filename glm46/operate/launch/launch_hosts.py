@@ -30,7 +30,7 @@ from glm46.operate.launch.hostfile import Host, read_hostfile, refuse_hosts
 from glm46.operate.launch.nodes import VARIABLES
 from glm46.operate.launch.one_node import load_run
 from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE
-from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, hung_hosts, keep_running, known_step
+from glm46.operate.launch.restarts import MAX_ABSENCE_SECONDS, SavedSteps, hung_hosts, keep_running, known_step
 from glm46.operate.launch.ssh_hosts import (
     NOT_CONNECTED,
     PASSED_VARIABLES,
@@ -78,7 +78,7 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
     lost = list[str]()
 
     def start(number: int, times: StartTimes) -> End:
-        saved.wait(LONGEST_ABSENCE, lambda line: print(line, flush=True))
+        saved.wait_for_storage(MAX_ABSENCE_SECONDS, lambda line: print(line, flush=True))
         faults = unreachable(hosts) if number > 0 else {}
         if faults:
             print(*(f"error: {fault}" for fault in faults.values()), sep="\n", file=sys.stderr, flush=True)
@@ -97,7 +97,7 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
         return end.code
     finally:
         is_hang = end.code == EXIT_HANG
-        saved.tell_job(hung_hosts(Path(config.job.dump_folder)) if is_hang and not lost else lost)
+        saved.write_job_state(hung_hosts(Path(config.job.dump_folder)) if is_hang and not lost else lost)
 
 
 def unreachable(hosts: Sequence[Host]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from contextlib import closing
 from glm46.files.standard_output import print_line
 from glm46.operate.launch.launch_hosts import launch_hosts
 from glm46.operate.launch.one_node import DoesNotFit, check_node, load_run
-from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, known_step
+from glm46.operate.launch.restarts import MAX_ABSENCE_SECONDS, SavedSteps, known_step
 from glm46.operate.launch.torchrun import EXIT_USER_ERROR, LauncherSignals
 
 
@@ -25,7 +25,7 @@ def launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], signals: LauncherSignals) -> int:
     saved = SavedSteps(load_run(arguments, overrides, None), max(arguments.known_step, known_step()))
-    saved.wait(LONGEST_ABSENCE, print_line)
+    saved.wait_for_storage(MAX_ABSENCE_SECONDS, print_line)
     try:
         ready = check_node(arguments, overrides, arguments.from_hostfile or 0)
     except DoesNotFit as error:

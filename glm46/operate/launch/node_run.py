@@ -1,4 +1,5 @@
-"""Prepares the text of a run, then starts the ranks of this node, again after a failure. Its checks have passed."""
+"""Makes the missing data shards of a run, starts the ranks of this node, and starts them again after a failure.
+`one_node.check_node` has passed before."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +19,7 @@ from glm46.operate.launch.rendezvous import (
     require_free_port,
     wait_for_first,
 )
-from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, hung_hosts, keep_running
+from glm46.operate.launch.restarts import MAX_ABSENCE_SECONDS, SavedSteps, hung_hosts, keep_running
 from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, LauncherSignals, run_ranks
 from glm46.run.plan import Plan
 from glm46.storage.data.corpus import check_epochs, describe_sources
@@ -31,18 +32,21 @@ def run_node(ready: ReadyNode, arguments: argparse.Namespace, signals: LauncherS
     nodes = ready.nodes
 
     def start(number: int, times: StartTimes) -> End:
-        saved.wait(LONGEST_ABSENCE, print_line)
+        saved.wait_for_storage(MAX_ABSENCE_SECONDS, print_line)
         end = _start_ranks(ready, arguments, signals, number, times)
-        # Another node may have received the signal: the job system starts all nodes again.
-        return end._replace(is_final=end.is_final or nodes.count > 1 and end.code == EXIT_STOPPED)
+        # Of several nodes another one may have received the signal. This one alone would wait for it; the job system
+        # starts all nodes again.
+        is_stopped = nodes.count > 1 and end.code == EXIT_STOPPED
+        return end._replace(is_final=end.is_final or is_stopped)
 
     end = End(EXIT_USER_ERROR)
     try:
         with saved.watched():
             if nodes.rank == 0:
                 _prepare(ready.plan)
-            if arguments.from_hostfile is not None:  # the command that started this launcher starts it again
-                end = start(arguments.from_hostfile, StartTimes.inherited(set_variables([START_TIMES])))
+            number_of_start = arguments.from_hostfile
+            if number_of_start is not None:  # `launch_hosts` counts the starts, and repeats this command
+                end = start(number_of_start, StartTimes.inherited(set_variables([START_TIMES])))
             else:
                 end = keep_running(start, saved.newest, arguments.max_restarts)
         if end.code == 0 and nodes.rank == 0:
@@ -51,7 +55,7 @@ def run_node(ready: ReadyNode, arguments: argparse.Namespace, signals: LauncherS
     finally:
         if nodes.rank == 0:
             is_hung = end.code == EXIT_HANG and nodes.count > 1
-            saved.tell_job(hung_hosts(Path(ready.plan.config.job.dump_folder)) if is_hung else ())
+            saved.write_job_state(hung_hosts(Path(ready.plan.config.job.dump_folder)) if is_hung else ())
 
 
 def _start_ranks(

@@ -70,7 +70,7 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
     return end
 
 
-LONGEST_ABSENCE = 480.0
+MAX_ABSENCE_SECONDS = 480.0
 """Seconds for the storage of a run to return; the launchers of other nodes wait longer for this one."""
 _STATE = "GLM46_STATE"
 """Variable with the path of the file that tells a job script, and the next start of the job, the newest checkpoint. The
@@ -122,7 +122,7 @@ class SavedSteps:
         finally:
             end.set()
 
-    def wait(self, seconds: float, report: Callable[[str], None]) -> None:
+    def wait_for_storage(self, seconds: float, report: Callable[[str], None]) -> None:
         """Wait until the folders of a run that has saved a checkpoint hold checkpoints and text again.
 
         Raises:
@@ -145,7 +145,7 @@ class SavedSteps:
                 reported = now
             time.sleep(_WAIT_SECONDS)
 
-    def tell_job(self, hosts: Sequence[str]) -> None:
+    def write_job_state(self, hosts: Sequence[str]) -> None:
         """Write the newest checkpoint, and the hosts on which another start would fail, as variables of a shell for the
         script of this job, if that script has set the file."""
         with suppress(OSError, KeyError):

@@ -27,22 +27,24 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _continue(arguments: argparse.Namespace) -> None:
-    (model, tokenizer, mesh), prompts, stop = on_all_ranks(lambda: _read(arguments))
+    loaded, prompts, stop = on_all_ranks(lambda: _read(arguments))
+    mesh = loaded.mesh
     if mesh.rank == 0:
-        print(_attention(model), file=sys.stderr)
+        print(_attention(loaded.model), file=sys.stderr)
     rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
     share = -(-len(rows) // mesh.layout.dp_degree)  # rows per data-parallel rank; the last ranks may have fewer
     local_rows = rows[mesh.row_group * share :][:share]
-    generation = _generation(arguments, Loaded(model, tokenizer, mesh), local_rows, stop)
+    generation = _generation(arguments, loaded, local_rows, stop)
     if mesh.rank == 0:
-        Display(generation, local_rows, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
+        Display(generation, local_rows, loaded.tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
     else:
         generation.run()
+        # Collective: `Display.run` gathers once, after generation.
         mesh.gather_rows([row.text(stop) for row in local_rows])
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    loaded, _, stop = _read(arguments)
+    loaded, _, stop = _read(arguments)  # in one process: a chat in several is refused before
     positions = loaded.model.shape.max_position_embeddings
 
     def answer(prompt: list[int]) -> tuple[Continuation, Generation]:

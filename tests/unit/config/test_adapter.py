@@ -1,11 +1,15 @@
 """What [adapter] refuses: each message has the key, its value and what to write instead."""
 
+from itertools import product
+
 import pytest
 
 from glm46.config import rules_layout
 from glm46.config.errors import UserError
+from glm46.config.presets import resolve_shape
 from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
+from glm46.run.parameters import base_families
 from tests.small_run import model_table
 from tests.unit.config.test_preference import load
 
@@ -116,6 +120,28 @@ def test_bad_adapter_is_refused_in_one_message(name, tmp_path):
         load(text, tmp_path)
     (fault,) = caught.value.faults
     assert all(part in fault for part in said), fault
+
+
+@pytest.mark.parametrize("base_dtype", ["float8", "int4", "nf4"])
+def test_base_dtype_is_refused_exactly_where_no_projection_can_have_it(base_dtype, tmp_path):
+    """The rule agrees with `base_families`, which decides what a base stores in the format."""
+    for hidden, heads, intermediate, experts, shared in product(
+        (320, 336, 384), (3, 4), (248, 256), (248, 256), (0, 1)
+    ):
+        sizes = (
+            f"hidden_size = {hidden}\nnum_attention_heads = {heads}\nnum_key_value_heads = 1\nhead_dim = 96\n"
+            f"intermediate_size = {intermediate}\nmoe_intermediate_size = {experts}\nn_shared_experts = {shared}"
+        )
+        text = SOUND.replace("[checkpoint]", "[checkpoint]\ninitial_load_in_hf = true")
+        text = text.replace("num_nextn_predict_layers = 0", f"num_nextn_predict_layers = 0\n{sizes}")
+        sound = load(text, tmp_path)
+        families = base_families(resolve_shape(sound.model), base_dtype)
+        try:
+            load(f'{text}base_dtype = "{base_dtype}"\n', tmp_path)
+        except UserError as error:
+            assert not families and "no projection of this model" in str(error)
+        else:
+            assert families, sizes
 
 
 @pytest.mark.parametrize("extra", ["", "expert_rank = 16", 'targets = ["attention"]\nlayers = [3, 3]'])

@@ -6,11 +6,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from glm46.config.errors import UserError
-from glm46.files.array_file import map_arrays, write_arrays
+from glm46.files.array_file import _DTYPES, map_arrays, write_arrays
 
 ARRAYS = {
     "wide": np.arange(6, dtype=np.uint64).reshape(2, 3),
     "ids": np.arange(5, dtype=np.uint32),
+    "experts": np.arange(300, 303, dtype=np.uint16),
     "none": np.empty((0, 4), np.int64),
     "bytes": np.arange(7, dtype=np.uint8),
 }
@@ -34,6 +35,14 @@ def test_we_read_files_of_the_library(tmp_path):
     for name, array in ARRAYS.items():
         assert arrays[name].dtype == array.dtype and np.array_equal(arrays[name], array)
         assert content[places[name] : places[name] + array.nbytes] == array.tobytes()
+
+
+def test_every_dtype_that_is_read_can_be_written(tmp_path):
+    arrays = {str(dtype): np.ones(3, dtype) for dtype in _DTYPES.values()}
+    write_arrays(tmp_path / "x", arrays, {})
+    assert {name: array.dtype for name, array in load_file(tmp_path / "x").items()} == {
+        name: array.dtype for name, array in arrays.items()
+    }
 
 
 @pytest.mark.parametrize("damage, reason", [

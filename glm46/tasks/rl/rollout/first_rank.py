@@ -46,23 +46,25 @@ def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveReque
     Raises:
         UserError, EngineError: on all ranks, if `work` raised it; only rank 0 has the message.
         RuntimeError: on the other ranks, if `work` raised anything else.
+        Exception: any error of `request.work`, on the ranks where it failed. A rank where it did not fail waits in its
+            next broadcast until the end of rank 0 breaks the connection, or until the group's timeout.
     """
     request = request or CollectiveRequest(lambda: None)
     if dist.get_rank() != 0:
         return _result_of_first_rank(request)
-    ended = in_thread(work)
-    ended.add_done_callback(request.events.put)
+    end = in_thread(work)
+    end.add_done_callback(request.events.put)
     while True:
         try:
             event = request.events.get(timeout=_SIGN_OF_LIFE_SECONDS)
         except queue.Empty:
             _send(_WORKING, b"")
             continue
-        if event is ended:
+        if event is end:
             break
         _perform(request.work, event)
     try:
-        result = ended.result() or b""
+        result = end.result() or b""
     except BaseException as error:
         _send(next((state for state, kind in _ERRORS.items() if isinstance(error, kind)), _FAILED), b"")
         raise
@@ -82,6 +84,7 @@ def _perform(work: Callable[[], None], request: Future[None]) -> None:
 
 
 def _send(state: int, content: bytes) -> None:
+    # Tensors on the CPU: the broadcast uses gloo.
     dist.broadcast(torch.tensor([state, len(content)]), 0)
     if content:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)

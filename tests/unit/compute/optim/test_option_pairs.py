@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm46.compute.optim.compact_state import BLOCK, LEAST_ENTRIES
+from glm46.compute.optim.compact_state import BLOCK, MIN_ENTRIES
 from glm46.compute.optim.optimizers import build_optimizers
 from glm46.config import rules_layout
 from glm46.config.optimizer import OptimizerConfig
@@ -108,4 +108,4 @@ def test_every_pair_of_options_trains(row, tmp_path):
 
 
 def test_limits_that_the_rules_state_are_those_of_the_code():
-    assert (BLOCK, LEAST_ENTRIES) == (rules_layout.STATE_BLOCK, rules_layout.STATE_LEAST_ENTRIES)
+    assert (BLOCK, MIN_ENTRIES) == (rules_layout.STATE_BLOCK, rules_layout.STATE_MIN_ENTRIES)

@@ -21,8 +21,8 @@ def saved(make_config, monkeypatch):
 
 def test_a_new_run_and_a_run_that_resumes_wait_for_nothing(saved, make_config):
     said: list[str] = []
-    saved.wait(0, said.append)  # its text may still have to be prepared
-    SavedSteps(make_config(job={"dump_folder": "nothing"})).wait(0, said.append)
+    saved.wait_for_storage(0, said.append)  # its text may still have to be prepared
+    SavedSteps(make_config(job={"dump_folder": "nothing"})).wait_for_storage(0, said.append)
     assert said == []
 
 
@@ -41,7 +41,7 @@ def test_a_start_waits_until_a_lost_folder_is_back(saved, make_config):
         folder.rmdir()
         away.rename(folder)
 
-    saved.wait(300, mount)
+    saved.wait_for_storage(300, mount)
     assert not away.exists() and len(said) == 1
     assert str(folder) in said[0] and "step 9" in said[0]
     # A rollback has removed a step: the newest that is there counts.
@@ -59,7 +59,7 @@ def test_a_start_ends_with_the_code_for_job_systems_if_storage_stays_away(saved,
         absent = str(config.checkpoint_folder)
         shutil.rmtree(absent)
     with pytest.raises(StorageLost) as refused:
-        SavedSteps(config, earlier_step=9).wait(0.05, lambda _: None)
+        SavedSteps(config, earlier_step=9).wait_for_storage(0.05, lambda _: None)
     assert refused.value.exit_code == EXIT_STOPPED
     assert absent in refused.value.faults[0] and "mount it" in refused.value.faults[0]
 
@@ -73,7 +73,7 @@ def test_the_next_start_of_a_job_knows_the_newest_checkpoint(saved, make_config,
     write_verdict(tmp_path, [3, 4, 5], {3: "n4.site", 4: "n4.site"}, 12)
     (tmp_path / "hang").mkdir()
     (tmp_path / "verdict.json").rename(tmp_path / "hang" / "verdict.json")
-    saved.tell_job(hung_hosts(tmp_path))
+    saved.write_job_state(hung_hosts(tmp_path))
     assert known_step() == 9
     assert (tmp_path / "state").read_text() == "newest_step=9\nlost_hosts=n4\n"
     assert hung_hosts(tmp_path / "nowhere") == []
