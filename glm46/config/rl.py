@@ -214,12 +214,6 @@ class RLConfig(Section):
 class ResolvedClip(ClipConfig):
     """[rl.clip] with the keys of the preset."""
 
-    kind: Literal["ppo", "cispo", "tv"]
-    """ppo: minimum of the objectives with the ratio and the clipped ratio. cispo: the clipped ratio is a constant
-    weight of the log-probability, so that no token loses its gradient (arXiv 2506.13585). tv: the ratio is not clipped;
-    a token whose probability has already moved by more than the bounds in the direction of its advantage has no
-    gradient."""
-
     low: float
     high: float
 
@@ -242,6 +236,12 @@ class ResolvedCorrection(CorrectionConfig):
 
 class ResolvedRL(RLConfig):
     """[rl] with the keys of the preset."""
+
+    policy_loss: Literal["ppo", "cispo", "tv"]
+    """Loss of a token, which the algorithm alone decides. ppo: minimum of the objectives with the ratio and the clipped
+    ratio. cispo: the clipped ratio is a constant weight of the log-probability, so that no token loses its gradient
+    (arXiv 2506.13585). tv: the ratio is not clipped; a token whose probability has already moved by more than the
+    bounds of the clip in the direction of its advantage has no gradient."""
 
     advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"]
     gamma: float
@@ -297,7 +297,8 @@ _BASE: dict[str, Any] = dict(
     critic={},
     dynamic_sampling=False,
     overlong_share=0.0,
-    clip=dict(kind="ppo", low=0.2, high=0.2),
+    policy_loss="ppo",
+    clip=dict(low=0.2, high=0.2),
     kl=dict(weight=0.0, to="reference", where="loss", estimator="k3"),
     correction=dict(level="none", mode="truncate", high=2.0),
 )
@@ -307,7 +308,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": dict(),
     "dr_grpo": dict(advantage="group_mean", reduction="constant"),
     "dapo": dict(reduction="token_mean", clip=dict(high=0.28), dynamic_sampling=True, overlong_share=0.2),
-    "cispo": dict(reduction="token_mean", clip=dict(kind="cispo", low=1.0, high=4.0)),
+    "cispo": dict(policy_loss="cispo", reduction="token_mean", clip=dict(low=1.0, high=4.0)),
     "ppo": dict(advantage="gae", whiten=True, reduction="token_mean"),
     "reinforce++": dict(advantage="returns", whiten=True, reduction="token_mean"),
     "reinforce++_baseline": dict(advantage="group_mean", whiten=True, reduction="token_mean"),
@@ -321,10 +322,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # The penalty is 1e-3 * (log ratio)^2, twice k2.
     "tv": dict(
+        policy_loss="tv",
         advantage="group_mean",
         reduction="token_mean",
         old_policy="rollout",
-        clip=dict(kind="tv"),
         kl=dict(weight=2e-3, to="old", estimator="k2"),
     ),
 }

@@ -40,7 +40,7 @@ def ratio_fits_its_clip(algorithm: ResolvedRL) -> Faults:
     """The bounds of the clip fit the scale of the ratio."""
     ratio = algorithm.ratio
     clip = algorithm.clip
-    if clip.kind == "tv":
+    if algorithm.policy_loss == "tv":
         if ratio == "sequence":
             yield fault('`rl.ratio`, `rl.algorithm`: its bounds are on probabilities of tokens; set rl.ratio = "token"')
         return

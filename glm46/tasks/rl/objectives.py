@@ -23,15 +23,15 @@ from glm46.tasks.pretrain.next_token import count_targets
 from glm46.tasks.rl.packing import fields_of
 from glm46.tasks.rl.policy_loss import (
     TokenLosses,
-    clipped_loss,
+    cispo_loss,
     correction_weights,
     kl_estimate,
-    masked_loss,
+    ppo_loss,
     sequence_ratio,
     sum_over_samples,
     token_ratio,
+    tv_loss,
     value_loss,
-    weighted_loss,
 )
 
 _FAR = 2.0
@@ -155,19 +155,19 @@ class PolicyGradient:
     ) -> tuple[TokenLosses, Tensor]:
         """Compute corrected losses of the tokens, and their ratios, in the shape of ``logprobs``."""
         config = self._config
-        clip = self._config.clip
+        clip = config.clip
         old = batch["old_logprobs"]
         advantages = batch["advantages"]
         if config.ratio == "sequence":
             ratio = sequence_ratio(logprobs, old, batch["sample"], batch["sample_tokens"], samples, sum_parts)
         else:
             ratio = token_ratio(logprobs, old)
-        if clip.kind == "cispo":
-            losses = weighted_loss(ratio, logprobs, advantages, clip.low, clip.high)
-        elif clip.kind == "tv":
-            losses = masked_loss(ratio, logprobs, old, advantages, clip.low, clip.high)
+        if config.policy_loss == "cispo":
+            losses = cispo_loss(ratio, logprobs, advantages, clip.low, clip.high)
+        elif config.policy_loss == "tv":
+            losses = tv_loss(ratio, logprobs, old, advantages, clip.low, clip.high)
         else:
-            losses = clipped_loss(ratio, advantages, clip.low, clip.high)
+            losses = ppo_loss(ratio, advantages, clip.low, clip.high)
         return losses._replace(loss=losses.loss * batch["correction"]), ratio
 
     def _penalty(self, logprobs: Tensor, batch: Fields) -> Tensor:

@@ -87,20 +87,20 @@ def sequence_ratio(
     return (logprobs - logprobs.detach() + mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)).exp()
 
 
-def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLosses:
+def ppo_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLosses:
     """Compute max(-r A, -clip(r, 1 - low, 1 + high) A) (arXiv 1707.06347). All tensors have the same shape."""
     plain = -ratio * advantages
     bounded = -ratio.clamp(1 - low, 1 + high) * advantages
     return TokenLosses(torch.maximum(plain, bounded), bounded > plain)
 
 
-def weighted_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLosses:
+def cispo_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLosses:
     """Compute -clip(r, 1 - low, 1 + high) A logprob, with the clipped ratio as a constant (CISPO, arXiv 2506.13585)."""
     weight = ratio.detach().clamp(1 - low, 1 + high)
     return TokenLosses(-weight * advantages * logprobs, weight != ratio)
 
 
-def masked_loss(
+def tv_loss(
     ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
 ) -> TokenLosses:
     """Compute -r A, masked to 0 where the probability rose by more than ``high`` and A > 0, or fell by more than
