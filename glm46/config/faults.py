@@ -23,7 +23,7 @@ class Fault:
 
 
 Faults = Iterator[Fault]
-"""The faults that a rule yields."""
+"""Faults with their complete messages."""
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
@@ -35,7 +35,7 @@ def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
 
 def near_values(value: int, most: int, fits: Callable[[int], bool]) -> str:
     """Return a remedy with the nearest numbers below and above a value, from 1 to ``most``, that fit: ``take 2 or 4``.
-    At least one number must fit."""
+    At least one number must fit. It tries each number in turn; where a fitting one can be far away, compute it."""
     sides = range(min(value - 1, most), 0, -1), range(value + 1, most + 1)
     nearest_fitting = [next(filter(fits, side), None) for side in sides]
     return f"take {' or '.join(str(number) for number in nearest_fitting if number)}"

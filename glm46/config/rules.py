@@ -27,7 +27,7 @@ class Broken(NamedTuple):
 
 
 Faults = Iterator[Broken]
-"""The faults that a rule yields."""
+"""What a function with `rule` yields. Keys and values are filled in later, see `fault`."""
 
 
 class Rule(NamedTuple):
@@ -45,7 +45,8 @@ def fault(text: str, *also: str) -> Broken:
 
     Args:
         text: the message, one line. A key in backticks stands for ``key = value``, or ``[key]`` of a section, with the
-            value of the preset where the config has none. These are the keys of the fault.
+            value of the preset where the config has none. These are the keys of the fault. It ends with a remedy; one of
+            the form ``; take VALUE`` or ``; set section.key = value`` is applied by tests, which load the file again.
         also: more keys that it involves.
     """
     return Broken(text, also)

@@ -66,7 +66,7 @@ class ValidationConfig(Section):
     """Measure the validation loss before the first step, every ``freq`` steps and after the last."""
 
     freq: Annotated[int, Needs("enable")] = Field(100, ge=1)
-    """Steps between two validations."""
+    """Steps between two validations. A run always validates before its first step and after its last, too."""
 
     steps: Annotated[CountOrAll, Needs("enable"), OF_TEXT] = -1
     """Batches per source and validation; -1: all held-out text."""
