@@ -99,7 +99,7 @@ class MetricsConfig(Section):
     }
 
     log_freq: int = Field(10, ge=1)
-    """Steps between two rows of metrics. Each row costs one synchronisation with the device."""
+    """Steps between two rows of metrics. The host waits for the device a few times for each row."""
 
     enable_tensorboard: bool = True
     """Write TensorBoard event files."""

@@ -45,7 +45,7 @@ def fault(text: str, *also: str) -> Broken:
 
     Args:
         text: the message, one line. A key in backticks stands for ``key = value``, or ``[key]`` of a section, with the
-            value of the preset where the config has none. These are the keys of the fault. It ends with a remedy; one of
+            value of the preset where the config has none. These are the keys of the fault. The remedy is last; one of
             the form ``; take VALUE`` or ``; set section.key = value`` is applied by tests, which load the file again.
         also: more keys that it involves.
     """

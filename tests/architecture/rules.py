@@ -464,7 +464,7 @@ _PRONOUN = re.compile(
 
 
 def pronoun_names(modules: dict[str, Module]) -> list[str]:
-    """Variables and parameters whose name does not say what they hold."""
+    """Variables and parameters whose name does not say what they hold; a noun does, such as ``layer_squares``."""
     names = []
     for module in modules.values():
         for node in ast.walk(module.tree):

@@ -307,7 +307,8 @@ def find_metric(column: str) -> Metric:
 
 
 def split_column(column: str) -> tuple[str, str]:
-    """Return the name of a column's metric, and its part, which may be empty. Names from TRL contain a slash."""
+    """Return the name of a column's metric, and its part, which may be empty. A name may have one slash itself, such
+    as ``rewards/margins``."""
     name, _, part = column.partition("/")
     second, _, rest = part.partition("/")
     return (f"{name}/{second}", rest) if f"{name}/{second}" in _BY_NAME else (name, part)
