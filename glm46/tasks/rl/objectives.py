@@ -167,6 +167,7 @@ class PolicyGradient:
         elif config.policy_loss == "tv":
             losses = tv_loss(ratio, logprobs, old, advantages, clip.low, clip.high)
         else:
+            assert config.policy_loss == "ppo"
             losses = ppo_loss(ratio, advantages, clip.low, clip.high)
         return losses._replace(loss=losses.loss * batch["correction"]), ratio
 

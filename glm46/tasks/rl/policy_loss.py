@@ -18,7 +18,7 @@ class TokenLosses(NamedTuple):
 
     loss: Tensor
     is_clipped: Tensor
-    """bool: the loss is that of the bound, not of the ratio itself."""
+    """bool: a bound replaced the ratio in the loss, or removed the loss."""
 
 
 def kl_estimate(logprobs: Tensor, others: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:

@@ -1,5 +1,8 @@
 """What [rl] refuses, with key, value and remedy; what the presets set."""
 
+import re
+from pathlib import Path
+
 import pytest
 import tomli
 
@@ -127,3 +130,20 @@ def test_a_stated_key_is_stronger_than_the_preset():
     )
     assert (rl.resolved().clip.low, rl.resolved().clip.high, rl.resolved().overlong_share) == (0.1, 0.28, 0.0)
     assert rl.resolved().resolved() == rl.resolved()
+
+
+def test_the_page_states_what_each_preset_sets():
+    page = Path(__file__).parents[3].joinpath("docs", "rl_algorithms.md").read_text()
+    header = page.index("| `algorithm` | `ratio` |")
+    rows = [line.split("|")[1:7] for line in page[header:].split("\n\n")[0].splitlines()[2:]]
+    row_by_name = {re.match(r" `(\S+)`", row[0])[1]: row for row in rows}
+    assert row_by_name.keys() == PRESETS.keys()
+    for name, row in row_by_name.items():
+        rl = RLConfig(algorithm=name, prompts_per_rollout=1).resolved()
+        assert row[1].strip() == rl.ratio
+        low, high = re.match(r" (\S+), ([\d.e-]+)", row[2]).groups()
+        # CISPO's lower bound of 1 bounds nothing.
+        assert (0.0 if rl.clip.low == 1 else rl.clip.low) == (0.0 if low == "none" else float(low))
+        assert rl.clip.high == float(high)
+        assert row[3].split(",")[0].strip(" `") == rl.advantage
+        assert row[4].strip(" `") == rl.reduction
