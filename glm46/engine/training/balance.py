@@ -33,9 +33,9 @@ def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoEConfig, clock: 
         real_tokens: real tokens of the complete step, over all ranks.
         clock: tokens of the curriculum before the step.
     """
-    balance, z = aux_losses / max(real_tokens, 1)
+    balance_loss, z_loss = aux_losses / max(real_tokens, 1)
     balance_weight = schedule_value(moe.sequence_aux_loss_weight, clock)
-    return balance_weight * balance + schedule_value(moe.z_loss_weight, clock) * z
+    return balance_weight * balance_loss + schedule_value(moe.z_loss_weight, clock) * z_loss
 
 
 class ExpertBalance:
@@ -46,9 +46,9 @@ class ExpertBalance:
         self.config = config
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
+        """This rank's routers, by the index of their layer among all MoE layers of the model."""
         self._rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
-        """Indices of this rank's MoE layers among all MoE layers of the model. On the device: a list would be copied
-        there in every step, and the host would wait."""
+        """The keys of `routers`. On the device: a list would be copied there in every step, and the host would wait."""
         self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
 
     @torch.no_grad()
@@ -126,18 +126,18 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
         return {}
     tokens_LE = tokens_per_expert.double()
     mean_L = tokens_LE.mean(1)
-    # Avoids 0 / 0 in a layer without tokens, where all numerators are 0.
-    share_L = mean_L.clamp(min=1.0 / tokens_LE.shape[1])
-    cv_L = tokens_LE.std(1, correction=0) / share_L
+    # One assignment gives a mean of 1 / E, so this changes only layers without tokens: there 0 / 0 becomes 0.
+    even_share_L = mean_L.clamp(min=1.0 / tokens_LE.shape[1])
+    cv_L = tokens_LE.std(1, correction=0) / even_share_L
     is_used_L = mean_L > 0
-    lost = int(overflow.sum())
+    dropped = int(overflow.sum())
     kept = tokens_LE.sum()
     values = {
         "expert_balance_cv": cv_L.mean(),
         "expert_balance_cv_max": cv_L.max(),
-        "expert_load_max_ratio": torch.where(is_used_L, tokens_LE.amax(1) / share_L, 1.0).max(),
-        "expert_load_min_ratio": torch.where(is_used_L, tokens_LE.amin(1) / share_L, 1.0).min(),
-        "expert_overflow_ratio": lost / (lost + kept).clamp(min=1.0),
+        "expert_load_max_ratio": torch.where(is_used_L, tokens_LE.amax(1) / even_share_L, 1.0).max(),
+        "expert_load_min_ratio": torch.where(is_used_L, tokens_LE.amin(1) / even_share_L, 1.0).min(),
+        "expert_overflow_ratio": dropped / (dropped + kept).clamp(min=1.0),
         "dead_experts": (tokens_LE == 0).sum().double(),
     }
-    return {name: value.item() for name, value in values.items()} | {"expert_overflow_count": lost}
+    return {name: value.item() for name, value in values.items()} | {"expert_overflow_count": dropped}

@@ -59,7 +59,7 @@ def run(
             use_deterministic_kernels()
         process = join(config.comm.init_timeout_seconds)
         ends.callback(leave)
-        with writing(outputs.folder):
+        with writing(outputs.folder):  # the watchdog opens a file there
             watchdog = Watchdog(
                 process,
                 outputs.folder / HANG_FOLDER,
@@ -82,7 +82,7 @@ def run(
                 except RollbackNeeded:
                     progress, meta = resume.roll_back(task, checkpoints, progress)
         except RuntimeError:  # perhaps from torch.distributed after the store was lost
-            watchdog.check_store()
+            watchdog.check_store()  # then ends the process, with the exit code of a hang
             raise
         finally:
             watchdog.close()

@@ -36,10 +36,12 @@ def _rng_states(process: Process) -> dict[str, Tensor]:
 def checkpoint_meta(task: Task, progress: Progress, validation: dict[str, float]) -> dict[str, Any]:
     """Return the JSON content of a checkpoint, which is stored next to the tensors."""
     main = next(iter(task.networks.values()))
+    # Not the shape that the network has now: without a trained step the stage has not been set.
+    function = main.function._replace(shape=task.plan.stage_after(progress.samples).shape)
     return {
         "progress": asdict(progress),
         "config": dump_config(task.plan.config),
-        **main.function._replace(shape=task.plan.stage_after(progress.samples).shape).meta(),
+        **function.meta(),
         "stream": task.fingerprint(),
         "validation": validation,
         BASES_KEY: {name: network.frozen_files for name, network in task.networks.items() if network.frozen_files},

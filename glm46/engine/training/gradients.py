@@ -17,8 +17,8 @@ def global_grad_norm(
 ) -> Tensor:
     """Compute the Euclidean norm of all gradients, each element counted once. Collective.
 
-    Squares are summed locally for each set of mesh axes that shard a parameter, then over just these axes; replicas add
-    nothing. Every rank of a mesh must pass parameters of the same shardings.
+    Parameters are grouped by the mesh axes that shard them. The squares of a group are summed locally, then over these
+    axes only, so that replicas are counted once. Every rank of a mesh must pass parameters of the same shardings.
 
     Args:
         device: device of this rank; gradients may be in host memory instead.
@@ -27,7 +27,7 @@ def global_grad_norm(
     Returns:
         FP32 scalar, equal on all ranks of a mesh; replicas may differ in the last bits.
     """
-    squares: dict[tuple, list[Tensor]] = {}
+    gradients_by_axes: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         key: tuple = (None, ())  # not sharded
@@ -39,13 +39,13 @@ def global_grad_norm(
             key = (mesh, axes) if axes else key
             gradient = gradient.to_local()
         if gradient is not None:
-            squares.setdefault(key, []).append(gradient)
+            gradients_by_axes.setdefault(key, []).append(gradient)
     total = torch.zeros((), device=device)  # a pipeline stage may have no trained parameters
-    for (mesh, axes), gradients in squares.items():
-        square = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
+    for (mesh, axes), gradients in gradients_by_axes.items():
+        sum_of_squares = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
         for axis in axes:
-            dist.all_reduce(square, group=mesh.get_group(axis))
-        total += square
+            dist.all_reduce(sum_of_squares, group=mesh.get_group(axis))
+        total += sum_of_squares
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     return total.sqrt()

@@ -15,22 +15,23 @@ from glm46.storage.checkpoint.metadata import read_metadata
 
 def names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     """Return the names of tensors that this run does not load from the step folder of another run. Collective."""
-    names_by_rank = [list(checkpoint_tensors(task))]
+    names_here = list(checkpoint_tensors(task))
+    names_by_rank = [names_here]
     if (pipeline := task.cluster.meshes.pipeline) is not None:  # stages hold different tensors
-        dist.all_gather_object(
-            names_by_rank := names_by_rank * dist.get_world_size(pipeline), names_by_rank[0], group=pipeline
-        )
+        names_by_rank *= dist.get_world_size(pipeline)
+        dist.all_gather_object(names_by_rank, names_here, group=pipeline)
     metadata, faults = read_metadata(folder)
     if metadata is None:
         raise UserError(*faults)
     ours = {name for names in names_by_rank for name in names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
-    _, *others = task.networks
+    _, *others = task.networks  # only the main network continues an earlier phase
     excluded = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
     if task.keeps_prediction_layers:
         excluded |= {name for name in theirs if name.startswith("model.mtp.")}
-    if task.plan.config.head == "value":  # a new value head, or both runs train a reward model
-        excluded |= {"model.lm_head.weight"} | {"model.value_head.weight"} - theirs
+    if task.plan.config.head == "value":
+        excluded |= {"model.lm_head.weight"}
+        excluded |= {"model.value_head.weight"} - theirs  # new, unless the earlier phase trained a reward model too
     return _excluded_names(ours - excluded, theirs - excluded, task.plan.config.checkpoint) | excluded
 
 
@@ -57,8 +58,9 @@ def _excluded_names(ours: Iterable[str], theirs: Iterable[str], config: Checkpoi
     excluded = _matching(names, config.initial_load_exclude)
     if config.initial_load_model_only:
         excluded |= {name for name in names if not name.startswith("model.")}
-    weights = tuple(f"optimizer.{name.removeprefix('model.')}." for name in excluded if name.startswith("model."))
-    excluded |= {name for name in names if name.startswith(weights)}
+    excluded_weights = [name.removeprefix("model.") for name in excluded if name.startswith("model.")]
+    their_states = tuple(f"optimizer.{name}." for name in excluded_weights)
+    excluded |= {name for name in names if name.startswith(their_states)}
     if excluded == names:
         raise UserError(
             f"checkpoint.initial_load_exclude: nothing of {config.initial_load_path} is loaded; "

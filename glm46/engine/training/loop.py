@@ -78,8 +78,8 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
         if batches.note:
             observer.message(batches.note)
         clock = progress.curriculum_tokens
-        size = batches.sequences * batches.seq_len
-        lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, size)
+        step_tokens = batches.sequences * batches.seq_len
+        lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, step_tokens)
 
         # single training step
         services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
@@ -88,7 +88,7 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
         progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
         flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
         model_seconds = batches.model_seconds + outcome.gradient_seconds
-        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, size, model_seconds)
+        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, step_tokens, model_seconds)
 
         validation = end_step(task, services, progress, step, outcome, lr_factor, columns)
     gc.enable()
@@ -110,9 +110,9 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     services.stragglers.step_begins()
     batch_size = task.plan.config.training.global_batch_size
     sequences = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
-    stage = task.plan.stage_after(progress.samples)
+    previous_stage = task.plan.stage_after(progress.samples)
     progress.skip_excluded(sequences)
-    if stage != stage_at(task.plan.text_stages, progress.samples):
+    if previous_stage != stage_at(task.plan.text_stages, progress.samples):
         services.spikes.restart()  # other text, lengths or positions change the loss
     batches, error = catch_user_error(lambda: task.next(progress, sequences))
     services.watchdog.operation("agreeing on the step")
@@ -123,7 +123,7 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         raise_on_all_ranks(error)
     if requests.non_finite:
         raise RollbackNeeded
-    if requests.unsaved:
+    if requests.saves_fail:
         raise services.saver.saves_fail(progress)
     if requests.lost_folder:
         raise services.saver.folder_lost(progress)
@@ -212,7 +212,7 @@ def _end(task: Task, services: Services, progress: Progress, weights: WeightSour
     config = task.plan.config
     stop = services.stop
     is_finished = progress.tokens >= task.plan.budget_tokens
-    stop.has_ended = not is_finished
+    stop.has_ended = not is_finished  # when a stopped rank exits, torchrun signals the others
     if config.checkpoint.last_save_in_hf and is_finished:
         main = next(iter(task.networks.values()))
         main.attend_as(task.plan.stage_after(progress.samples).shape)  # not yet set if no step was trained

@@ -146,7 +146,7 @@ class Network:
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Arguments:
         """Copy this rank's part of the sequences of a batch to its device: the arguments of the model, and ``fields``,
         which are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains
-        no multi-token prediction; under a pipeline every layer must take part."""
+        no multi-token prediction; a pipeline needs them, because there every layer must take part."""
         names = ["input_ids", "positions", "labels"]
         if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
@@ -190,9 +190,9 @@ class Network:
                 return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
             model: Any = self.models[0]  # has the methods of FSDP2
             outputs: list[LossSums | StageOutput] = []
-            for remaining, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            for remaining, batch in zip(reversed(range(len(batches))), batches, strict=True):  # to 0, after the last
                 if replicas_reduce_once(self.plan):
-                    model.set_requires_all_reduce(not remaining)
+                    model.set_requires_all_reduce(remaining == 0)
                 outputs.append(self._forward_backward(batch, arguments, objective, fields))
                 if remaining:
                     widen_gradients(self.parameters.values())
@@ -261,15 +261,15 @@ class TrainedNetwork(Network):
         def auxiliary(aux_losses: Tensor) -> Tensor:
             return auxiliary_loss(aux_losses, real_tokens, moe, clock)
 
-        def complete(output: LossSums, batch: Fields) -> Tensor:
+        def loss_with_auxiliary(output: LossSums, batch: Fields) -> Tensor:
             return objective.loss(output, batch, counts, clock) + auxiliary(output.aux_losses)
 
         self.optimizer.zero_grad()
         self.route_at(schedule_value(moe.router_temperature, clock))
         batches = [self.to_device(batch, objective.fields) for batch in micro_batches]
         arguments = {"options": routing_options(moe), "form": objective.form}
-        loss_fields = [name for name in objective.fields if name != "routes"]  # the model takes the routes
-        outputs = self.forward_backward(batches, arguments, complete, auxiliary, loss_fields)
+        loss_fields = [name for name in objective.fields if name != "routes"]  # an argument of the model
+        outputs = self.forward_backward(batches, arguments, loss_with_auxiliary, auxiliary, loss_fields)
         grad_norm = global_grad_norm(self.parameters.values(), self.cluster.device, self.cluster.meshes.pipeline)
         return StepSums(
             self._objective_sums(objective, outputs[-1], micro_batches),

@@ -22,7 +22,7 @@ class RunOutputs:
         self.folder = Path(config.job.dump_folder)
 
     def write_config(self) -> None:
-        """Write the resolved config into the dump folder. Call it on the first rank, after no one can refuse the run.
+        """Write the resolved config into the dump folder. Call it on the first rank, once nothing can refuse the run.
 
         Raises:
             UserError: the folder cannot be written.

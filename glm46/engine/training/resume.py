@@ -36,7 +36,7 @@ def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> 
         UserError: the checkpoint or the weights do not match the model or the data.
     """
     config = task.plan.config.checkpoint
-    # torch's default seed may be random, and checkpoints hold the states
+    # Every checkpoint holds the states of torch's generators, and torch's default seed may be random.
     torch.manual_seed(task.plan.config.debug.seed)
     resumed = _resumed_checkpoint(task, checkpoints)
     main = next(iter(task.networks))
@@ -56,7 +56,7 @@ def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> 
         _refuse_other_origin(task, weights, meta, _folder_of(resumed, checkpoints))
         return Progress(**meta["progress"]), meta
     progress = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
-    if main in read_metas or config.initial_load_folder is None:
+    if main in read_metas or config.initial_load_folder is None:  # read above, or initial weights
         return progress, read_metas.get(main)
     meta = _load_phase(task, checkpoints, config.initial_load_folder)
     if not config.initial_load_model_only:
@@ -79,8 +79,8 @@ def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> list[Pa
     """Return the folders of weights that a start reads into a network, in this order.
 
     Checkpoints hold no frozen weights (the base of adapters, and complete frozen networks), so every start reads them.
-    Of the trained networks without adapters, only the main one begins with the initial weights of the run, and a step
-    folder for it is a checkpoint.
+    A network that is trained without adapters reads weights only if it is the main one, the run is new, and the folder
+    is one of another program: a step folder is loaded as a checkpoint instead, by `_load_phase`.
     """
     config = network.plan.config
     folders = []
@@ -109,7 +109,7 @@ def read_weights(network: Network, opened: WeightFolder) -> dict[str, Any] | Non
     files = opened.files() if _has_frozen_weights(network) else []
     if files:
         network.frozen_files.update(hash_files(files, Ranks.of_this_run()))
-    network.loaded(new_adapters=meta is not None)
+    network.loaded(new_adapters=meta is not None)  # folders of adapters have no meta, see `WeightFolder.read`
     return meta
 
 
@@ -150,7 +150,7 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
     """
     training = task.plan.config.training
     checkpoints.drain_saves()
-    non_finite = checkpoints.describe_not_finite(checkpoint_tensors(task))
+    not_finite_line = checkpoints.describe_not_finite(checkpoint_tensors(task))
     causes = []
     if progress.skipped_in_a_row:
         skipped = counted(progress.skipped_in_a_row, "step")
@@ -158,8 +158,8 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
             f"training.max_skipped_steps = {training.max_skipped_steps}: {skipped} in a row, {progress.bad_since_step} "
             f"to {progress.step}, had a spike or a non-finite loss or gradient norm"
         )
-    if non_finite:
-        causes.append(f"after step {progress.step} {non_finite}")
+    if not_finite_line:
+        causes.append(f"after step {progress.step} {not_finite_line}")
     cause = "; ".join(causes)
     if progress.rollbacks >= training.max_rollbacks:
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
@@ -176,7 +176,7 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         )
     meta = _resume(task, checkpoints, source)
     earlier = Progress(**meta["progress"])
-    first_bad_sample = earlier.samples if non_finite else progress.bad_since_sample
+    first_bad_sample = earlier.samples if not_finite_line else progress.bad_since_sample
     return progress.rolled_back_to(earlier, first_bad_sample), meta
 
 

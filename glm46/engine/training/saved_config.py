@@ -110,8 +110,9 @@ def _shown(value: object) -> str:
 def explain_load_faults(faults: Sequence[str], config: RunConfig, folder: Path) -> list[str]:
     """Return changed keys that explain why a step folder cannot be loaded, with a remedy, then the first few faults."""
     text = "\n".join(faults)
-    parts_of_keys = {"optimizer.": "optimizer.", "moe.": "balance."}
-    keys = [key for key in TENSOR_KEYS if parts_of_keys.get(key.partition(".")[0] + ".", "") in text]
+    # Keys of these tables explain only faults of the tensors whose names hold this text; other keys explain any fault.
+    tensors_of_table = {"optimizer": "optimizer.", "moe": "balance."}
+    keys = [key for key in TENSOR_KEYS if tensors_of_table.get(key.partition(".")[0], "") in text]
     if folder == config.checkpoint.load_folder:
         remedy = CONTINUE_REMEDY
     elif folder == config.checkpoint.initial_load_folder:

@@ -61,7 +61,7 @@ class Saver:
         self._spikes = spikes
         self._saved_step = checkpoints.loaded_step or 0
         self._failed_saves = self._failed_in_a_row = 0
-        self._last: SaveOutcome | None = None
+        self._last_outcome: SaveOutcome | None = None
         self._last_error: CheckpointError | None = None
         self.found_non_finite = False
         """True if a save on this rank found non-finite values. All ranks agree on it in every step."""
@@ -71,10 +71,10 @@ class Saver:
         if not self._config.enable:
             return {}
         row: dict[str, float] = {"failed_saves": self._failed_saves}
-        if self._last is not None:
-            row["checkpoint_seconds"] = self._last.stall_seconds
-            row["checkpoint_save_seconds"] = self._last.save_seconds
-            row["checkpoint_gib"] = self._last.bytes / 2**30
+        if self._last_outcome is not None:
+            row["checkpoint_seconds"] = self._last_outcome.stall_seconds
+            row["checkpoint_save_seconds"] = self._last_outcome.save_seconds
+            row["checkpoint_gib"] = self._last_outcome.bytes / 2**30
         return row
 
     def after_step(self, progress: Progress, validation: dict[str, float]) -> None:
@@ -215,7 +215,7 @@ class Saver:
 
     def _report_saves(self, outcomes: list[SaveOutcome]) -> None:
         for outcome in outcomes:
-            self._last = outcome
+            self._last_outcome = outcome
             self._failed_in_a_row = 0
             self._observer.saved(outcome.step)
             self._observer.log(

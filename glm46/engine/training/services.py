@@ -34,7 +34,7 @@ class StepRequests(NamedTuple):
     """A stop signal was received."""
     non_finite: int
     """A save found values that are not finite."""
-    unsaved: int
+    saves_fail: int
     """Too many saves in a row have failed."""
     failed: int
     """The batches of the step could not be read."""
@@ -64,7 +64,7 @@ class Services:
         return StepRequests(
             stop=self.stop.signal_name is not None,
             non_finite=self.saver.found_non_finite,
-            unsaved=self.saver.must_end,
+            saves_fail=self.saver.must_end,
             failed=has_failed,
             lost_folder=self.observer.has_lost_folder(),
             profile=self.observer.requests_profile(),

@@ -84,7 +84,7 @@ def train_step(
         network = networks[name]
         clip_factor = (config.training.max_norm / (network_sums.grad_norm + 1e-6)).clamp(max=1.0)
         scale_gradients(network.parameters.values(), clip_factor)
-        # The clock differs between steps, and is the same on every layout and after a resume.
+        # Seeds stochastic rounding: differs between steps, and is the same on every layout and after a resume.
         network.update(lr_factor, number=clock)
         network.balance.update(network_sums.tokens_per_expert, schedule_value(config.moe.bias_update_rate, clock))
     return outcome

@@ -50,13 +50,15 @@ def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document
         ids = batch["document_ids"]
         is_real = ids >= 0
         if document_mask:
-            keys = ids.long() + torch.arange(ids.shape[0]).unsqueeze(1) * (ids.shape[1] + 1)
-            lengths = keys[is_real].unique_consecutive(return_counts=True)[1]
+            first_of_row = torch.arange(ids.shape[0]).unsqueeze(1) * (ids.shape[1] + 1)
+            unique_ids = ids.long() + first_of_row  # over all rows
+            _, lengths = unique_ids[is_real].unique_consecutive(return_counts=True)
         else:
             lengths = is_real.sum(1)
         total += int(document_half_pairs(lengths, window).sum())
         if (prefixes := batch.get("prefix_ids")) is not None:
-            document_tokens = torch.zeros(ids.shape[0], ids.shape[1] + 1, dtype=torch.int64)
-            document_tokens.scatter_add_(1, ids + 1, torch.ones_like(ids))
-            total += 2 * int(document_tokens.gather(1, prefixes + 1)[prefixes >= 0].sum())
+            # Each of these tokens attends to all tokens of its prefix. Column 0 counts padding, whose id is -1.
+            tokens_of_document = torch.zeros(ids.shape[0], ids.shape[1] + 1, dtype=torch.int64)
+            tokens_of_document.scatter_add_(1, ids + 1, torch.ones_like(ids))
+            total += 2 * int(tokens_of_document.gather(1, prefixes + 1)[prefixes >= 0].sum())
     return total
