@@ -80,7 +80,8 @@ def run(
                             outputs.write_config()
                         return train(task, services, progress, weights)
                 except RollbackNeeded:
-                    progress, meta = resume.roll_back(task, checkpoints, progress)
+                    with watchdog.unwatched("going back to an earlier checkpoint"):
+                        progress, meta = resume.roll_back(task, checkpoints, progress)
         except RuntimeError:  # perhaps from torch.distributed after the store was lost
             watchdog.check_store()  # then ends the process, with the exit code of a hang
             raise

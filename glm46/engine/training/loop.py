@@ -126,7 +126,8 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     if requests.saves_fail:
         raise services.saver.saves_fail(progress)
     if requests.lost_folder:
-        raise services.saver.folder_lost(progress)
+        with services.watchdog.unwatched("saving before the end"):
+            raise services.saver.folder_lost(progress)
     if requests.profile:
         services.observer.profile_after(progress.step + 1)
     if slow := services.stragglers.update(requests.paces):
@@ -220,7 +221,10 @@ def _end(task: Task, services: Services, progress: Progress, weights: WeightSour
     services.observer.message(final_report(task, progress, stop, is_finished=is_finished))
     if is_finished:
         return 0
-    return EXIT_STOPPED if config.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]
+    if config.checkpoint.enable:
+        return EXIT_STOPPED
+    signal_name = stop.signal_name or "SIGTERM"  # perhaps only another rank has received one
+    return EXIT_SIGNAL + signal.Signals[signal_name]
 
 
 def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:

@@ -119,7 +119,8 @@ class Network:
         return self.plan.config.adapter is not None and isinstance(self, TrainedNetwork)
 
     def pretrained(self) -> dict[str, Tensor]:
-        """Return the weights that a pretrained checkpoint can provide: all except adapters and a new value head."""
+        """Return the weights that a pretrained checkpoint can provide: all except those that are new, which are
+        trained adapters and a trained value head."""
         new = self.parameters if self.is_adapted else self.parameters.keys() & {"value_head.weight"}
         return {name: weight for name, weight in self.weights().items() if name not in new}
 

@@ -34,7 +34,7 @@ def refuse_origin(config: RunConfig) -> None:
                 f"checkpoint.load_step = {checkpoint.load_step}: no such checkpoint in {folder}; steps there: {steps}; "
                 "give one of them, or -1 for the newest"
             )
-        return
+        return  # load_path is for a run without checkpoints of its own
     if checkpoint.load_folder is not None and not has_checkpoint(config):
         _refuse_continued(config, checkpoint.load_folder)
 
@@ -45,8 +45,8 @@ def has_checkpoint(config: RunConfig) -> bool:
     if not checkpoint.enable:
         return False
     local = Path(checkpoint.node_local_folder) if checkpoint.node_local_folder else None
-    is_local = local is not None and any(local.rglob("step-*"))  # not gathered yet
-    return checkpoint.load_step != -1 or bool(published_steps(config.checkpoint_folder)) or is_local
+    has_local = local is not None and any(local.rglob("step-*"))  # not gathered yet
+    return checkpoint.load_step != -1 or bool(published_steps(config.checkpoint_folder)) or has_local
 
 
 def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:

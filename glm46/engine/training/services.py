@@ -104,7 +104,7 @@ def services_of(
     process = task.cluster.process
     sigmas = config.training.spike_sigmas if task.has_loss_level else 0.0
     spikes = SpikeDetector(sigmas, SPIKE_WINDOW)
-    if meta is not None and progress.step:
+    if meta is not None and progress.step:  # not in a new run that has loaded weights
         spikes.restore(meta["spikes"])
     with observer.training(task, progress, meta, resumed_step=checkpoints.loaded_step):
         yield Services(

@@ -27,6 +27,7 @@ from glm46.engine.observe import writes
 from glm46.engine.observe.history import LineFile
 from glm46.engine.reliability.run_lock import refuse_small_disk
 from glm46.engine.reliability.stop import Diverged, StopRequest
+from glm46.engine.reliability.watchdog import Watchdog
 from glm46.engine.training import build, loop
 from glm46.engine.training.saving import FolderLost, SaveFailed, Saver, SavesFail
 from glm46.engine.training.state import Progress
@@ -621,6 +622,53 @@ def test_a_step_that_was_saved_into_a_deleted_folder_is_saved_again(make_config,
     with pytest.raises(FolderLost):
         train(config)
     assert published_steps(config.checkpoint_folder) == [2]
+
+
+def record_watching(monkeypatch, owner: type, name: str) -> list[bool]:
+    """Record at each call of a method whether the watchdog of the run watches."""
+    watchdogs = []
+    states = []
+    step_begins = Watchdog.step_begins
+    original = getattr(owner, name)
+
+    def recorded_step_begins(watchdog, step):
+        watchdogs.append(watchdog)
+        step_begins(watchdog, step)
+
+    def recorded(*arguments, **options):
+        states.append(watchdogs[-1]._is_watched)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(Watchdog, "step_begins", recorded_step_begins)
+    monkeypatch.setattr(owner, name, recorded)
+    return states
+
+
+@pytest.mark.slow
+def test_a_rollback_may_read_its_checkpoint_for_longer_than_a_hang(make_config, monkeypatch):
+    spoil(monkeypatch, after_step=2)
+    watched = record_watching(monkeypatch, CheckpointManager, "load")
+    config = make_config(
+        checkpoint={"interval": 1, "async_mode": "disabled"}, training={"steps": 3, "max_rollbacks": 1}
+    )
+    assert train(config) == 0
+    assert watched == [False]
+
+
+def test_the_last_save_of_a_lost_folder_may_take_longer_than_a_hang(make_config, monkeypatch):
+    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4})
+    after_step = Saver.after_step
+
+    def delete_after_step(saver, progress, validation):
+        after_step(saver, progress, validation)
+        if progress.step == 2:
+            shutil.rmtree(config.job.dump_folder)
+
+    monkeypatch.setattr(Saver, "after_step", delete_after_step)
+    watched = record_watching(monkeypatch, Saver, "finish")
+    with pytest.raises(FolderLost):
+        train(config)
+    assert watched == [False]
 
 
 def test_commands_to_copy_name_paths_with_blanks_as_one_word(make_config, tmp_path, capsys):
