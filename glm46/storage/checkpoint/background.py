@@ -18,12 +18,12 @@ _EXIT_SECONDS = 10.0
 """How long the exit of the process waits for a save. A thread that is killed while it holds the GIL aborts the
 process."""
 
-
 _ALIGNMENT_BYTES = 64
+"""The copy of each tensor starts at a multiple of this."""
 
 
 class _Save(threading.Thread):
-    """The thread of one save; ``result`` is set when ``ended`` is."""
+    """The thread of one save. ``result`` is set before ``ended``."""
 
     def __init__(self, step: int, rank: int, work: Callable[[], int], stall_seconds: float):
         # A daemon, because the exit of the process must not wait without limit for storage that hangs.
@@ -32,7 +32,7 @@ class _Save(threading.Thread):
         self._rank = rank
         self._work = work
         self._stall_seconds = stall_seconds
-        self._started_at = time.perf_counter() - stall_seconds
+        self._started_at = time.perf_counter() - stall_seconds  # the save began with the copy to host memory
         self.result: SaveOutcome | CheckpointError | RankLostError | None = None
         self.ended = threading.Event()
 

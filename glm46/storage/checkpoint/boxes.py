@@ -1,4 +1,4 @@
-"""Boxes of a stored tensor that a rank's part of one of our tensors holds."""
+"""The parts of a stored tensor that belong to a rank's local part of one of our tensors, as boxes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ class Interval:
     """Indices of one dimension that are consecutive both in the local part and in the full tensor."""
 
     local: int
+    """First index in the local part."""
     whole: int
+    """First index in the full tensor."""
     length: int
 
 
@@ -53,9 +55,9 @@ def overlaps(
         shape: shape of the stored tensor, which may lack the first dimensions of our tensor.
         intervals: for each dimension of our tensor, the intervals that the local part holds.
     """
-    stacked = len(start) - len(shape)
+    stacked = len(start) - len(shape)  # dimensions that the stored tensor lacks, such as that of the experts
     sizes = (1,) * stacked + shape
-    shared = [
+    shared_by_dim = [
         [
             _cut(interval, first, size)
             for interval in dim_intervals
@@ -63,7 +65,7 @@ def overlaps(
         ]
         for dim_intervals, first, size in zip(intervals, start, sizes, strict=True)
     ]
-    for combination in product(*shared):
+    for combination in product(*shared_by_dim):
         lead = combination[:stacked]
         inner = combination[stacked:]
         rows_at_once = max(1, _MOST_ELEMENTS // prod(interval.length for interval in inner[1:]))

@@ -93,7 +93,7 @@ class _HashingFileSystem(FileSystem):
             self._closer.close(end)
 
     def rename(self, path: str | PathLike, new_path: str | PathLike) -> None:
-        self._closer.finish()
+        self._closer.finish()  # a file has its record once it is closed
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
@@ -104,8 +104,8 @@ class _Writer(FileSystemWriter):
     fs: _HashingFileSystem
 
     def __init__(self, folder: Path, hasher: ThreadPoolExecutor, closer: Closer, *, file_per_tensor: bool):
-        single = not file_per_tensor
-        super().__init__(folder, single_file_per_rank=single, sync_files=False, thread_count=1, overwrite=False)
+        per_rank = not file_per_tensor
+        super().__init__(folder, single_file_per_rank=per_rank, sync_files=False, thread_count=1, overwrite=False)
         self.fs = _HashingFileSystem(hasher, closer)
 
     def storage_meta(self) -> StorageMeta:
@@ -148,24 +148,24 @@ def write_tensors(
         planner = _Planner(staged)
         writer = _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
         # A plan and the write results have a record of each tensor: megabytes, so only the first rank gets all of them.
-        with ranks.stage("planning the save", to="first") as stage:
+        with ranks.stage("planning the save", to="first") as local_plans:
             planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
             writer.set_up_storage_writer(ranks.is_first)
-            stage.value = writer.prepare_local_plan(planner.create_local_plan())
+            local_plans.value = writer.prepare_local_plan(planner.create_local_plan())
         metadata = None
-        with ranks.stage("planning the save", to="each") as central:
+        with ranks.stage("planning the save", to="each") as final_plan:
             if ranks.is_first:
-                plans, metadata = planner.create_global_plan(stage.values)
-                central.value = writer.prepare_global_plan(plans)
-        with ranks.stage("writing tensors", to="first") as stage:
-            stage.value = writer.write_data(planner.finish_plan(central.value), planner).value()
+                plans, metadata = planner.create_global_plan(local_plans.values)
+                final_plan.value = writer.prepare_global_plan(plans)
+        with ranks.stage("writing tensors", to="first") as written:
+            written.value = writer.write_data(planner.finish_plan(final_plan.value), planner).value()
             closer.finish()
         with ranks.stage("writing tensors") as records:
             records.value = writer.fs.records
         files = {name: record for rank_records in records.values for name, record in rank_records.items()}
         with ranks.stage("writing metadata") as metadata_stage:
             if metadata is not None:
-                results = stage.values
+                results = written.values
                 writer.finish(metadata, results)
                 # torch 2.11 finishes a copy of the metadata.
                 metadata.storage_data = {
@@ -240,8 +240,8 @@ def read_tensors(
     are_requested = ranks.any([name in tensors for name in stored])
     unread = [name for name, is_requested in zip(stored, are_requested, strict=True) if not is_requested]
     may_be_unread = (*optional, *ignored)
-    if faults := [name for name in unread if not name.startswith(may_be_unread)]:
-        return [f"{folder}: holds {name}, which this run does not know" for name in faults]
+    if unknown := [name for name in unread if not name.startswith(may_be_unread)]:
+        return [f"{folder}: holds {name}, which this run does not know" for name in unknown]
     present = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
     with ranks.stage("reading tensors"):
         fill_tensors(folder, metadata, present, is_first=ranks.is_first)

@@ -37,7 +37,7 @@ def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
         if local.is_floating_point() and local.numel():
-            local = local.float() if local.dtype.itemsize == 1 else local
+            local = local.float() if local.dtype.itemsize == 1 else local  # torch has no aminmax for FP8
             min_max = torch.stack(torch.aminmax(local)).double()  # NaN if any value is
             extremes.setdefault(min_max.device, {})[name] = min_max
     bad = set()
@@ -52,10 +52,13 @@ def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Rank
     checkpoint, verified."""
     with ranks.stage(f"reading the values of {folder}") as stage:
         metadata, faults = read_checked_metadata(folder, files)
-        stage.value = faults, [] if metadata is None else _stored_names(folder, metadata, ranks)
-    faults = sorted({fault for rank_result, _ in stage.values for fault in rank_result})
-    names = sorted(name for _, rank_result in stage.values for name in rank_result)
-    return faults or ([f"{folder}: {describe(names)}; it cannot be trained on"] if names else [])
+        names = [] if metadata is None else _stored_names(folder, metadata, ranks)
+        stage.value = (faults, names)
+    faults = sorted({fault for rank_faults, _ in stage.values for fault in rank_faults})
+    names = sorted(name for _, rank_names in stage.values for name in rank_names)
+    if names and not faults:
+        return [f"{folder}: {describe(names)}; it cannot be trained on"]
+    return faults
 
 
 def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:

@@ -43,7 +43,8 @@ def kind_of(path: Path) -> Kind:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; give this user the right to read it") from error
     has_weights = any(name.endswith(".safetensors") for name in names)
-    if _METADATA in names and not has_weights and not {MANIFEST, META} & names and path.suffix != ".tmp":
+    is_draft = path.suffix == ".tmp"  # an interrupted save of a step folder
+    if _METADATA in names and not has_weights and not {MANIFEST, META} & names and not is_draft:
         return Kind.DCP
     if MANIFEST in names and has_weights:
         return Kind.SHARDS
@@ -68,7 +69,8 @@ def checkpoint_folders(path: Path) -> list[Path]:
 def _steps_of_run(path: Path) -> Iterator[Path]:
     with suppress(OSError):
         for child in path.iterdir():
-            steps = published_steps(child)  # may be exports too, in a folder next to the checkpoints
+            steps = published_steps(child)
+            # Exports have such names too. A step folder without its files is of the kind OTHER.
             if steps and kind_of(step_folder(child, steps[-1])) in (Kind.STEP, Kind.OTHER):
                 yield child
 
@@ -96,8 +98,8 @@ def _described(path: Path, kind: Kind, expected_kinds: tuple[Kind, ...]) -> str:
     if kind is Kind.PEFT:
         adapter_hint = "--adapter and adapter.initial_load_path take it, convert merge makes a whole model"
         return f"this is {kind.value} with adapters{_base_of(path)}; {adapter_hint}; give {options} here"
-    if kind in _TAKERS:
-        return f"this is {kind.value}{_TAKERS[kind]}; give {options} here"
+    if kind in _USES:
+        return f"this is {kind.value}{_USES[kind]}; give {options} here"
     names = f"neither {Kind.HUGGING_FACE.value} ({_CONFIG}) nor {Kind.STEP.value} ({MANIFEST})"
     return f"{names}{pickle_hint(path)}; give {options}"
 
@@ -108,7 +110,8 @@ def pickle_hint(folder: Path) -> str:
     return f"; {pickles[0]} is a pickle, which can run any code: convert it to safetensors" if pickles else ""
 
 
-_TAKERS = {
+# What a folder is, and which options and commands take it; the end of "this is <kind>".
+_USES = {
     Kind.STEP: " of glm46, which --checkpoint and initial_load_path take, and convert to-hf or adapter-to-hf exports",
     Kind.HUGGING_FACE: ", which --model and checkpoint.initial_load_path with initial_load_in_hf = true take; "
     "convert from-hf makes a step folder of it",

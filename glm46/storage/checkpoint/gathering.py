@@ -178,7 +178,7 @@ def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
 
 
 def _copy_file(source: Path, target: Path, record: FileRecord) -> list[str]:
-    if target.is_file() and not check_hash(target, record):
+    if target.is_file() and not check_hash(target, record):  # whole, from an interrupted gathering
         return []
     # Every node copies the small files, so each writes under a different name.
     draft = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}.part")

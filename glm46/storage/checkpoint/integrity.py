@@ -38,7 +38,10 @@ def step_folder(folder: Path, step: int) -> Path:
 def step_of(path: Path) -> int | None:
     """Return the step in a folder's name, or None if it is not the name of a published checkpoint."""
     match = _PUBLISHED.fullmatch(path.name)
-    return int(match[1]) if match and step_folder(path.parent, int(match[1])) == path else None
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if step_folder(path.parent, step) == path else None  # else it has more zeros than a save writes
 
 
 def published_steps(folder: Path) -> list[int]:
@@ -138,6 +141,7 @@ def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
         elif not entry.is_file(follow_symlinks=False):
             faults.append(f"{folder / name}: not an ordinary file")
         elif entry.stat().st_size != record.bytes:
+            # DCP's files are zip archives and a pickle, which are no faults here.
             cause = known_fault(folder / name, allowed=(b"pk\x03\x04", b"\x80"))
             faults.append(f"{folder / name}: {cause or f'{entry.stat().st_size} bytes, expected {record.bytes}'}")
     return faults

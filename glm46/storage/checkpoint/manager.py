@@ -67,6 +67,7 @@ class CheckpointManager:
         writes its metrics up to the step: a run that resumes from it does not write them again."""
         self._loaded_step: int | None = None
         self._branch_point: int | None = None
+        """The loaded step, until the next save sets aside the checkpoints after it."""
 
     @property
     def loaded_step(self) -> int | None:

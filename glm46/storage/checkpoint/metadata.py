@@ -196,8 +196,8 @@ def _record_fault(info: Any, min_bytes: int, files: Mapping[str, FileRecord]) ->
 
 
 def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> str | None:
-    """Return None if the chunks hold every element exactly once, else the fault. Counts chunks on the grid of their
-    edges."""
+    """Return None if the chunks hold every element exactly once, else the fault. The edges of all chunks divide the
+    tensor into cells; each cell must lie in exactly one chunk."""
     boxes = [
         tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
         for chunk in chunks
@@ -209,10 +209,13 @@ def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -
         return "a chunk lies outside the tensor"
     if math.prod(size) == 0:
         return None
-    edges = [np.unique([0, extent, *(edge for box in boxes for edge in box[dim])]) for dim, extent in enumerate(size)]
-    grid = np.zeros([len(marks) - 1 for marks in edges], dtype=np.int32)
+    edges_by_dim = [
+        np.unique([0, extent, *(edge for box in boxes for edge in box[dim])]) for dim, extent in enumerate(size)
+    ]
+    chunks_of_cell = np.zeros([len(edges) - 1 for edges in edges_by_dim], dtype=np.int32)
     for box in boxes:
-        grid[tuple(slice(*np.searchsorted(marks, side)) for marks, side in zip(edges, box, strict=True))] += 1
-    if (grid == 0).any():
+        cells = tuple(slice(*np.searchsorted(edges, side)) for edges, side in zip(edges_by_dim, box, strict=True))
+        chunks_of_cell[cells] += 1
+    if (chunks_of_cell == 0).any():
         return "some elements were never saved"
-    return "some elements were saved twice" if (grid > 1).any() else None
+    return "some elements were saved twice" if (chunks_of_cell > 1).any() else None

@@ -137,7 +137,8 @@ def steps_to_remove(
     undated_losses = {step: loss for step, loss in complete.items() if step in undated}
     kept = {*steps[-rule.keep_latest_k :], *in_use}
     kept |= {*_best(dated, rule.keep_best_k), *_best(undated_losses, rule.keep_best_k)}
-    kept |= set([step for step in steps if step not in doubtful][-1:])
+    good = [step for step in steps if step not in doubtful]
+    kept |= {*good[-1:]}
     if rule.keep_every:
         kept |= {step for step in steps if step % rule.keep_every == 0}
     return [step for step in steps if step not in kept]
@@ -145,6 +146,6 @@ def steps_to_remove(
 
 def _best(losses: Mapping[int, float | None], count: int) -> list[int]:
     """Return the steps with the lowest losses; among equal losses the later step."""
-    # NaN compares false with everything: such a step is never among the best.
+    # Only NaN differs from itself: a step with this loss is never among the best.
     measured = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)
     return [-negative for _, negative in measured[:count]]

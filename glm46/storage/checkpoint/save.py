@@ -120,15 +120,16 @@ def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, stag
         files = write_tensors(draft, snapshot.tensors, ranks, staged)
         with ranks.stage("reading the index") as stage:
             if ranks.is_first:
-                index = (draft / METADATA).read_bytes() if sum(leaders.values) > 1 else None
-                stage.value = index, snapshot.meta, snapshot.facts(ranks.size, is_finite=True)
-        index, meta, facts = stage.values[0]
+                # Only this rank's folder has DCP's metadata. With local disks the other leaders copy it.
+                metadata = (draft / METADATA).read_bytes() if sum(leaders.values) > 1 else None
+                stage.value = metadata, snapshot.meta, snapshot.facts(ranks.size, is_finite=True)
+        metadata, meta, facts = stage.values[0]
         with ranks.stage("publishing"):
             if ranks.is_first:
                 snapshot.before_publishing()
             if is_leader:
                 if not ranks.is_first:
-                    create_durably(draft / METADATA, [index])
+                    create_durably(draft / METADATA, [metadata])
                 publish(draft, snapshot.step, files, meta, facts)
     except CheckpointError:
         if is_leader:  # no rank writes any more; a full disk gets its space back

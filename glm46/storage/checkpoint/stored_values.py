@@ -92,14 +92,15 @@ class StoredTensor(DiskTensor):
             if any(start >= stop for start, stop in shared):
                 continue
             target = out[_slices(shared, [places.start for places in ranges])]
-            if (place := self._place_of(chunk)) is None:
+            if (place := self._place_of(chunk)) is None:  # only DCP can read it, and reads whole tensors
                 full = torch.empty(self.shape, dtype=self.dtype)
                 fill_tensors(self._folder, self._metadata, {self._name: full}, is_first=True)
                 target.copy_(full[_slices(shared, [0] * len(shared))])
                 continue
             path, record = place
-            starts = zip(shared, chunk.offsets, strict=True)
-            box = tuple((start - first, stop - start) for (start, stop), first in starts)
+            box = tuple(
+                (start - first, stop - start) for (start, stop), first in zip(shared, chunk.offsets, strict=True)
+            )
             with TensorFile(path, {self._name: record}) as file:
                 file.fill(self._name, box, target)
 
@@ -172,8 +173,8 @@ def _first_byte(path: Path, offset: int, length: int, sizes: tuple[int, ...], dt
         if not is_plain or values.compress_type != zipfile.ZIP_STORED or values.file_size != empty.nbytes:
             return None
         file.seek(offset + values.header_offset + _LOCAL_HEADER - 4)
-        names = int.from_bytes(file.read(2), "little") + int.from_bytes(file.read(2), "little")
-    return offset + values.header_offset + _LOCAL_HEADER + names
+        name_and_extra = int.from_bytes(file.read(2), "little") + int.from_bytes(file.read(2), "little")
+    return offset + values.header_offset + _LOCAL_HEADER + name_and_extra
 
 
 class _Slice(io.RawIOBase):
