@@ -91,9 +91,9 @@ class BatchBuilder:
         for k in range(1, self.mtp_depth + 1):
             self.mtp_input_ids[b, k - 1] = row[k : length + k]
             self.mtp_labels[b, k - 1] = targets[k + 1 : length + k + 1]
-        bounds = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
-        self._mask_targets(b, bounds)
-        self._number_documents(b, bounds[: np.searchsorted(bounds, length)])
+        doc_ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
+        self._mask_targets(b, doc_ends)
+        self._number_documents(b, doc_ends[: np.searchsorted(doc_ends, length)])
         if used < length:
             self._blank(b, used)
         self._filled += 1
@@ -122,7 +122,8 @@ class BatchBuilder:
             places = places[np.searchsorted(places, 0) : np.searchsorted(places, self.seq_len)]
             if ahead == 1:
                 self.labels[b, places] = IGNORE
-            self.mtp_labels[b, max(ahead - 2, 0) :, places] = IGNORE
+            first_depth = max(ahead - 2, 0)  # `mtp_labels` begin with the target 2 tokens ahead
+            self.mtp_labels[b, first_depth:, places] = IGNORE
 
     def _number_documents(self, b: int, inner_ends: np.ndarray) -> None:
         """Set document ids 0, 1, 2 ..., and positions within the document or the row."""

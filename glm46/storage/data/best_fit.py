@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Documents packed as one group. Larger groups improve the fill by less than a thousandth.
+# Pieces packed as one group. Larger groups improve the fill by less than a thousandth.
 _GROUP = 2**20
 
 
@@ -41,26 +41,29 @@ def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPl
             empty.
         seq_len: tokens per row.
     """
-    waiting = list[np.ndarray]([np.empty(0, np.int64), np.empty(0, np.int64)])
-    before = 0
+    starts = np.empty(0, np.int64)  # of the pieces that wait for a full group
+    lengths = np.empty(0, np.int64)
+    previous_end = 0
     for ends in doc_ends:
         if len(ends):
-            cut = _cut(ends, before, seq_len)
-            waiting = [*map(np.concatenate, zip(waiting, cut, strict=True))]
-            before = int(ends[-1])
-        while len(waiting[0]) >= _GROUP:
-            yield _pack(waiting[0][:_GROUP], waiting[1][:_GROUP], seq_len)
-            waiting = [waiting[0][_GROUP:], waiting[1][_GROUP:]]
-    if len(waiting[0]):
-        yield _pack(waiting[0], waiting[1], seq_len)
+            new_starts, new_lengths = _cut(ends, previous_end, seq_len)
+            starts = np.concatenate([starts, new_starts])
+            lengths = np.concatenate([lengths, new_lengths])
+            previous_end = int(ends[-1])
+        while len(starts) >= _GROUP:
+            yield _pack(starts[:_GROUP], lengths[:_GROUP], seq_len)
+            starts = starts[_GROUP:]
+            lengths = lengths[_GROUP:]
+    if len(starts):
+        yield _pack(starts, lengths, seq_len)
 
 
 def concatenate(groups: Iterable[PackPlan]) -> PackPlan:
     """Concatenate plans into one."""
     groups = list(groups)
     empty = np.empty(0, np.int64)
-    before = np.cumsum([0, *(len(group.piece_starts) for group in groups)])
-    row_starts = [group.row_starts[1:] + first for group, first in zip(groups, before[:-1], strict=True)]
+    pieces_before = np.cumsum([0, *(len(group.piece_starts) for group in groups)])[:-1]
+    row_starts = [group.row_starts[1:] + before for group, before in zip(groups, pieces_before, strict=True)]
     return PackPlan(
         np.concatenate([np.zeros(1, np.int64), *row_starts]),
         np.concatenate([empty, *(group.piece_starts for group in groups)]),
@@ -69,9 +72,9 @@ def concatenate(groups: Iterable[PackPlan]) -> PackPlan:
 
 
 def _pack(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> PackPlan:
-    rows, count = best_fit(lengths, seq_len)
-    order = np.argsort(rows, kind="stable")
-    row_starts = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=count))))
+    row_by_piece, num_rows = best_fit(lengths, seq_len)
+    order = np.argsort(row_by_piece, kind="stable")
+    row_starts = np.concatenate(([0], np.cumsum(np.bincount(row_by_piece, minlength=num_rows))))
     return PackPlan(row_starts, starts[order], lengths[order])
 
 
@@ -86,37 +89,37 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """
     row_by_piece = np.empty(len(lengths), np.int64)
     is_full = lengths == capacity
-    count = int(is_full.sum())
-    row_by_piece[is_full] = np.arange(count)
-    rows: list[list[int]] = [[] for _ in range(capacity)]  # by their free space
-    spaces = 0
-    order = np.argsort(-lengths, kind="stable")[count:]
+    num_rows = int(is_full.sum())
+    row_by_piece[is_full] = np.arange(num_rows)
+    rows_by_free: list[list[int]] = [[] for _ in range(capacity)]
+    free_bits = 0
+    order = np.argsort(-lengths, kind="stable")[num_rows:]  # without the full pieces
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        fitting = spaces >> length
+        fitting = free_bits >> length
         if fitting:
             free = length + (fitting & -fitting).bit_length() - 1
-            row = rows[free].pop()
-            if not rows[free]:
-                spaces ^= 1 << free
+            row = rows_by_free[free].pop()
+            if not rows_by_free[free]:
+                free_bits ^= 1 << free
         else:
             free = capacity
-            row = count
-            count += 1
+            row = num_rows
+            num_rows += 1
         row_by_piece[piece] = row
         free -= length
         if free:
-            rows[free].append(row)
-            spaces |= 1 << free
-    return row_by_piece, count
+            rows_by_free[free].append(row)
+            free_bits |= 1 << free
+    return row_by_piece, num_rows
 
 
-def _cut(doc_ends: np.ndarray, before: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut(doc_ends: np.ndarray, previous_end: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and lengths of the pieces of documents that are cut every ``seq_len`` tokens.
 
-    The first document begins at ``before``.
+    The first document begins at ``previous_end``.
     """
-    lengths = np.diff(doc_ends, prepend=before)
-    counts = -(-lengths // seq_len)
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(doc_ends - lengths, counts) + number * seq_len
-    return starts, np.minimum(np.repeat(doc_ends, counts) - starts, seq_len)
+    lengths = np.diff(doc_ends, prepend=previous_end)
+    pieces = -(-lengths // seq_len)
+    index_in_document = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(doc_ends - lengths, pieces) + index_in_document * seq_len
+    return starts, np.minimum(np.repeat(doc_ends, pieces) - starts, seq_len)

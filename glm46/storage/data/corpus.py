@@ -57,7 +57,7 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
             continue
         try:
             manifests[source.name] = manifest = load_manifest(Path(source.path))
-            if source.recipe is None:
+            if source.recipe is None:  # else rules of the config have checked it
                 faults += messages(config, preference_faults(config, manifest.format, source.path, source.path))
                 if manifest.splits["train"].targets is not None:
                     key = f"{source.path}: max_tokens"
@@ -83,20 +83,20 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
     depth = plan.shape.num_nextn_predict_layers
     tokens = [0.0] * len(sources)
     # Stages with equal length and range of documents share their passes; other stages read other documents.
-    rows: list[dict[tuple, float]] = [{} for _ in sources]
+    rows_by_grid: list[dict[tuple, float]] = [{} for _ in sources]
     for stage, stage_tokens in zip(plan.text_stages, plan.stage_tokens, strict=True):
         for i, weight in enumerate(stage.weights):
             share = stage_tokens * weight / sum(stage.weights)
             grid = (stage.seq_len, stage.documents)
             tokens[i] += share
             if share:
-                rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
+                rows_by_grid[i][grid] = rows_by_grid[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
     for i, source in enumerate(sources):
         manifest = manifests[source.name]
         split = manifest.splits["train"]
         epochs = 0.0
-        for (seq_len, (low, high)), count in rows[i].items():
+        for (seq_len, (low, high)), count in rows_by_grid[i].items():
             if split.targets is None:
                 rows_per_pass = full_rows(round(split.tokens * (high - low)), seq_len, depth)
             else:  # chats are few enough to count their rows

@@ -133,23 +133,24 @@ class TrainStream(IterableDataset):
         layout = self.layout
         stop = self.span.stop
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        sources = self._open_rows()
+        rows_by_source = self._open_rows()
         builder = layout.builder(self.sources[0].manifest.eos_id)
-        row = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
+        buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
         stride = workers * layout.global_rows
         block = _FIRST_ORDER_BLOCK
         start = self.start_sample + index * layout.global_rows
         while True:
+            # First samples, over all ranks, of the next micro-batches of this worker; then the samples of this rank.
             starts = start + stride * np.arange(max(1, block // layout.local_batch_size))
             numbers = starts[:, None] + layout.dp_rank * layout.local_batch_size + np.arange(layout.local_batch_size)
-            located = (places.reshape(numbers.shape) for places in self.locate(numbers.ravel()))
-            for batch in zip(numbers.tolist(), *(places.tolist() for places in located), strict=True):
-                for number, source, sample in zip(*batch, strict=True):
+            located = (column.reshape(numbers.shape).tolist() for column in self.locate(numbers.ravel()))
+            for batch in zip(numbers.tolist(), *located, strict=True):
+                for number, source, row in zip(*batch, strict=True):
                     if stop is not None and number >= stop:
                         builder.add_padding()
                         continue
-                    rows = sources[source]
-                    builder.add(number, row, *rows.read(sample, row), is_marked=rows.is_marked)
+                    rows = rows_by_source[source]
+                    builder.add(number, buffer, *rows.read(row, buffer), is_marked=rows.is_marked)
                 yield builder.finish()
             start = start + stride * len(starts)
             block = _ORDER_BLOCK

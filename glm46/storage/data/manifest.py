@@ -134,7 +134,8 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
     folder = Path(folder)
     manifest = _parse(folder)
     if full is None:
-        full = 4 * sum(split.tokens for split in manifest.splits.values()) <= _HASHED_AT_LOAD_BYTES
+        token_bytes = 4 * sum(split.tokens for split in manifest.splits.values())
+        full = token_bytes <= _HASHED_AT_LOAD_BYTES
     faults: list[str] = []
     for shard in (shard for split in manifest.splits.values() for shard in split.shards):
         try:
@@ -160,8 +161,10 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
 def _parse(folder: Path) -> Manifest:
     file = folder / FILE_NAME
     if not file.is_file():
-        kind = "a file, not a folder of shards" if folder.is_file() else "no such folder"
-        state = f"no {FILE_NAME} in it" if folder.is_dir() else kind
+        if folder.is_dir():
+            state = f"no {FILE_NAME} in it"
+        else:
+            state = "a file, not a folder of shards" if folder.is_file() else "no such folder"
         raise UserError(
             f"{folder}: {state}; make it with 'python -m glm46 prepare' and the config of the run, or correct the path"
         )

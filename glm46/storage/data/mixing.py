@@ -75,8 +75,8 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
     divided_before = _divided(numbers.astype(np.int64), weights)
     divided_after = _divided(numbers.astype(np.int64) + 1, weights)
     for (i, before, later_before), (_, after, later_after) in zip(divided_before, divided_after, strict=True):
-        reaches_source = before != after
-        is_taken = reaches_source & (later_before == later_after) & (source < 0)
+        # Counted here, so no earlier source took the sample, and not counted for the later sources.
+        is_taken = (before != after) & (later_before == later_after)
         source[is_taken] = i
         index[is_taken] = (before - later_before)[is_taken]
     return source, index
@@ -138,7 +138,9 @@ def _feistel(values: np.ndarray, shift: np.uint64, mask: np.uint64, round_keys: 
         # Multiplication carries upwards only, so the upper half of the product is mixed best.
         mixed = (lower + key) * GOLDEN_GAMMA
         mixed = (mixed ^ (mixed >> np.uint64(29))) * GOLDEN_GAMMA
-        upper, lower = lower, upper ^ ((mixed >> np.uint64(32)) & mask)
+        next_lower = upper ^ ((mixed >> np.uint64(32)) & mask)
+        upper = lower
+        lower = next_lower
     return (upper << shift) | lower
 
 
@@ -173,6 +175,6 @@ def source_and_sample(
         positions = np.flatnonzero(source == i)
         epochs = index[positions] // size
         for epoch in np.unique(epochs):
-            at = positions[epochs == epoch]
-            sample[at] = permute(index[at] - epoch * size, size, f"{seed}/{name}/{epoch}")
+            in_epoch = positions[epochs == epoch]
+            sample[in_epoch] = permute(index[in_epoch] - epoch * size, size, f"{seed}/{name}/{epoch}")
     return source, sample

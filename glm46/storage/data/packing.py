@@ -36,7 +36,9 @@ class TokenStream:
         self._vocab_size = vocab_size
         self._files = [folder / entry.file for entry in split.shards]
         self._shards: dict[int, VerifiedShard] = {}
+        """Shards that have been read, by number."""
         self._open: dict[int, VerifiedShard] = {}
+        """Those whose files are open; the one that was read last is last."""
         self._starts = [0, *accumulate(entry.tokens for entry in split.shards)]
 
     def doc_ends(self) -> np.ndarray:
@@ -89,8 +91,8 @@ def falls_into(documents: int, share: tuple[float, float]) -> np.ndarray:
     numbers = np.arange(1, documents + 1, dtype=np.uint64)
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * factor
-    places = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return (share[0] <= places) & (places < share[1])
+    uniform = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53  # in [0, 1)
+    return (share[0] <= uniform) & (uniform < share[1])
 
 
 class SelectedTokens:
@@ -120,13 +122,13 @@ class SelectedTokens:
         stop = min(start + len(out), self.length)
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left")) + 1 if stop > start else first
+        ends = self._ends[first:last]
         at = start
-        for end, shift in zip(self._ends[first:last].tolist(), self._shifts[first:last].tolist(), strict=True):
+        for end, shift in zip(ends.tolist(), self._shifts[first:last].tolist(), strict=True):
             until = min(end, stop)
             self._stream.read(at + shift, out[at - start : until - start])
             at = until
-        inside = self._ends[first:last]
-        return max(0, stop - start), [inside[inside <= stop] - start]
+        return max(0, stop - start), [ends[ends <= stop] - start]
 
 
 def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:

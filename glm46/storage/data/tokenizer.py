@@ -122,11 +122,11 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding("glm46", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         # Encodes its text as one piece: for long runs of white space, on which the pattern overflows the stack.
         self._whole = tiktoken.Encoding("glm46-whole", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={})
-        self._pieces: list[bytes] = [_UNKNOWN_ID] * self.vocab_size
+        self._bytes_by_id: list[bytes] = [_UNKNOWN_ID] * self.vocab_size
         for piece, rank in ranks.items():
-            self._pieces[rank] = piece
+            self._bytes_by_id[rank] = piece
         for name, token_id in special.items():
-            self._pieces[token_id] = name.encode()
+            self._bytes_by_id[token_id] = name.encode()
 
     def encode(self, text: str) -> np.ndarray:
         """Encode ordinary text, uint32 [tokens]. The result never holds special tokens.
@@ -151,18 +151,18 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """Decode ids, a sequence or array of integers. Ids without a token and invalid UTF-8 become U+FFFD."""
-        pieces = self._pieces
+        bytes_by_id = self._bytes_by_id
         size = self.vocab_size
         if not isinstance(ids, list):
             ids = np.asarray(ids, dtype=np.int64).ravel().tolist()
-        return b"".join(pieces[i] if 0 <= i < size else _UNKNOWN_ID for i in ids).decode("utf-8", errors="replace")
+        return b"".join(bytes_by_id[i] if 0 <= i < size else _UNKNOWN_ID for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self) -> np.ndarray:
         """Return the UTF-8 bytes of each id, int64 [vocab_size]; 0 for special tokens and ids without a token.
 
         Bits per byte = loss in nats summed over targets / ln 2 / these bytes summed over the same targets.
         """
-        lengths = np.array([0 if piece is _UNKNOWN_ID else len(piece) for piece in self._pieces], dtype=np.int64)
+        lengths = np.array([0 if piece is _UNKNOWN_ID else len(piece) for piece in self._bytes_by_id], dtype=np.int64)
         lengths[list(self.special.values())] = 0
         return lengths
 
@@ -231,16 +231,16 @@ def _split_long_runs(text: str, pattern: str):
     if a non-space follows. GPT-2's pattern has only the last of these rules.
     """
     position = 0
-    newlines_end = pattern != GPT2_PATTERN
+    has_newline_rules = pattern != GPT2_PATTERN
     for run in _RUN.finditer(text):
         start, end = run.span()
         if end - start <= _MAX_RUN:
             continue
-        before = text[start - 1] if start else "a"
-        if newlines_end and not before.isalnum() and (newlines := _LEADING_NEWLINES.match(text, start, end)):
+        before = text[start - 1] if start else "a"  # at the start there is no punctuation either
+        if has_newline_rules and not before.isalnum() and (newlines := _LEADING_NEWLINES.match(text, start, end)):
             start = newlines.end()
         last_newline = max(text.rfind("\n", start, end), text.rfind("\r", start, end))
-        middle = last_newline + 1 if newlines_end and last_newline >= 0 else start
+        middle = last_newline + 1 if has_newline_rules and last_newline >= 0 else start
         # The last character belongs to the non-space after the run, or is a piece of its own.
         stop = end if end == len(text) else max(end - 1, middle)
         if position < start:
@@ -261,6 +261,7 @@ def _fingerprint(pattern: str, ranks: dict[bytes, int], special: dict[str, int],
     for name, token_id in sorted(special.items(), key=lambda item: item[1]):
         digest.update(f"\0{token_id} {name}".encode())
     ids = sorted(ranks.values())
+    # Only where they are unusual: most fingerprints are older than these two facts.
     if prefix_space or ids != list(range(len(ids))):
         digest.update(f"\0{prefix_space} {ids}".encode())
     return digest.hexdigest()

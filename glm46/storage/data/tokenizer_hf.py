@@ -64,7 +64,7 @@ def _require(holds: bool, reason: str) -> None:
 
 def _read(content: dict) -> TokenizerJson:
     model = content["model"]
-    kind = content["model"].get("type", "BPE")
+    kind = model.get("type", "BPE")
     # tiktoken merges bytes by rank. WordPiece takes the longest piece from the left, Unigram the most probable pieces;
     # each would need another encoder and decoder.
     _require(
@@ -104,6 +104,7 @@ def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:
         f"{len(missing)} bytes have no token, such as {missing[:1]}; train it with "
         "initial_alphabet = ByteLevel.alphabet()",
     )
+    # Older files hold each pair as one string.
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
     _require(all(a + b in vocabulary for a, b in pairs), "a merge makes a token that is not in the vocabulary")
     merged_ids = [vocabulary[a + b] for a, b in pairs]
@@ -125,7 +126,8 @@ def _pre_tokenizer(pre_tokenizer: dict | None) -> tuple[str, bool]:
         f"its pre-tokenizer is {' + '.join(kinds) or 'absent'}; it must be ByteLevel, or a Split and ByteLevel",
     )
     # A key that an older file lacks has the default value of tokenizers.
-    own_regex, prefix_space = (steps[-1].get(key, True) for key in ("use_regex", "add_prefix_space"))
+    own_regex = steps[-1].get("use_regex", True)
+    prefix_space = steps[-1].get("add_prefix_space", True)
     if len(steps) == 1:
         _require(own_regex, "its pre-tokenizer does not cut text into words (use_regex is false)")
         return GPT2_PATTERN, prefix_space

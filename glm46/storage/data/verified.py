@@ -40,11 +40,13 @@ class VerifiedShard:
         self._is_marked = "targets" in shard.metadata
         self._handle: IO[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
-        first = shard.places["checksums"]
+        checksums_at = shard.places["checksums"]
         end_blocks = -(-shard.doc_ends.nbytes // BLOCK_BYTES)
-        self._ends = _Blocks(shard.doc_ends.dtype, len(shard.doc_ends), shard.places["doc_ends"], first)
-        self._tokens = _Blocks(shard.tokens.dtype, len(shard.tokens), shard.places["tokens"], first + 4 * end_blocks)
+        self._ends = _Blocks(shard.doc_ends.dtype, len(shard.doc_ends), shard.places["doc_ends"], checksums_at)
+        checksums_at += 4 * end_blocks
+        self._tokens = _Blocks(shard.tokens.dtype, len(shard.tokens), shard.places["tokens"], checksums_at)
         self._last_ends: list[int] | None = None
+        """Last end in each full block of `_ends`; None before the first search."""
 
     def close(self) -> None:
         """Close the file. The next read opens it again; it is also closed when this object is collected."""
@@ -57,7 +59,9 @@ class VerifiedShard:
         ids = tokens & ~np.uint32(NOT_A_TARGET) if self._is_marked else tokens
         if len(ids) and ids.max() >= self._vocab_size:
             at = int(np.argmax(ids >= self._vocab_size))
-            self._refuse(self._tokens.place + 4 * (low + at), 4, f"token id {ids[at]} is not below {self._vocab_size}")
+            self._refuse(
+                self._tokens.values_at + 4 * (low + at), 4, f"token id {ids[at]} is not below {self._vocab_size}"
+            )
         return tokens
 
     def ends_in(self, low: int, high: int) -> np.ndarray:
@@ -65,9 +69,9 @@ class VerifiedShard:
         per_block = BLOCK_BYTES // 8
         if self._last_ends is None:
             self._last_ends = self.all_ends()[per_block - 1 :: per_block].tolist()
-        first = bisect_right(self._last_ends, low)
-        last = bisect_right(self._last_ends, high, first) + 1
-        ends = self._read(self._ends, first * per_block, min(last * per_block, self._ends.length))
+        first_block = bisect_right(self._last_ends, low)
+        stop_block = bisect_right(self._last_ends, high, first_block) + 1
+        ends = self._read(self._ends, first_block * per_block, min(stop_block * per_block, self._ends.length))
         start, stop = np.searchsorted(ends, (low, high), side="right")
         return ends[start:stop]
 
@@ -78,7 +82,7 @@ class VerifiedShard:
         if steps.min() <= 0 or ends[-1] != self._tokens.length:
             at = int(np.argmax(steps <= 0)) if steps.min() <= 0 else len(ends) - 1
             self._refuse(
-                self._ends.place + 8 * at,
+                self._ends.values_at + 8 * at,
                 8,
                 f"document {at} ends at token {ends[at]}, the previous one at "
                 f"{ends[at] - steps[at]} of {self._tokens.length}",
@@ -88,19 +92,21 @@ class VerifiedShard:
     def _read(self, blocks: "_Blocks", low: int, high: int) -> np.ndarray:
         """Return a verified copy of the items of a range."""
         per_block = BLOCK_BYTES // blocks.dtype.itemsize
-        first = low // per_block
-        last = -(-min(high, blocks.length) // per_block)
-        size = min(last * per_block, blocks.length) * blocks.dtype.itemsize - first * BLOCK_BYTES
-        data = memoryview(self._pread(blocks.place + first * BLOCK_BYTES, size))
-        place = blocks.checksums + 4 * first
-        checksums = np.frombuffer(self._pread(place, 4 * (last - first)), "<u4").tolist()
+        first_block = low // per_block
+        stop_block = -(-min(high, blocks.length) // per_block)
+        start_bytes = first_block * BLOCK_BYTES
+        size = min(stop_block * per_block, blocks.length) * blocks.dtype.itemsize - start_bytes
+        data = memoryview(self._pread(blocks.values_at + start_bytes, size))
+        checksums_at = blocks.checksums_at + 4 * first_block
+        checksums = np.frombuffer(self._pread(checksums_at, 4 * (stop_block - first_block)), "<u4").tolist()
         for number, expected in enumerate(checksums):
             start = number * BLOCK_BYTES
             block = data[start : start + BLOCK_BYTES]
             if zlib.crc32(block) != expected:
-                at = blocks.place + first * BLOCK_BYTES + start
-                self._refuse(at, len(block), f"do not match the checksum at byte {place + 4 * number}")
-        return np.frombuffer(data, blocks.dtype)[low - first * per_block : high - first * per_block]
+                at = blocks.values_at + start_bytes + start
+                self._refuse(at, len(block), f"do not match the checksum at byte {checksums_at + 4 * number}")
+        first_item = first_block * per_block
+        return np.frombuffer(data, blocks.dtype)[low - first_item : high - first_item]
 
     def _pread(self, place: int, size: int) -> bytes:
         try:
@@ -124,9 +130,9 @@ class VerifiedShard:
 
 
 class _Blocks(NamedTuple):
-    """Type and length of a tensor, and the first bytes of its values and their checksums in the file of its shard."""
+    """Type and length of a tensor, and the bytes at which its values and their checksums begin in the file."""
 
     dtype: np.dtype
     length: int
-    place: int
-    checksums: int
+    values_at: int
+    checksums_at: int

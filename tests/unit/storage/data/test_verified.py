@@ -116,7 +116,7 @@ def test_invalid_content_is_refused(tmp_path, content):
     write_shard(tmp_path / "a", tokens, ends, {})
     shard = VerifiedShard(tmp_path / "a", VOCABULARY)
     shard.tokens(0, 2500), shard.tokens(2501, TOKENS)
-    place = shard._tokens.place + 4 * 2500
+    place = shard._tokens.values_at + 4 * 2500
     with pytest.raises(UserError, match=f"a: bytes {place} to {place + 3}: token id {VOCABULARY} is not below"):
         shard.tokens(2400, 2600)
     write_shard(tmp_path / "b", tokens, same, {})
@@ -133,7 +133,7 @@ def test_the_loader_returns_nothing_damaged(make_source, counting_documents, tmp
         build_train_loader([source], BatchLayout(64, 1, 1, 0, 1, True), seed=0, start_sample=0, num_workers=workers)
     )
     first = next(batches)
-    place = VerifiedShard(folder / "train-00002.safetensors", 8192)._tokens.place + 40
+    place = VerifiedShard(folder / "train-00002.safetensors", 8192)._tokens.values_at + 40
     flip(folder / "train-00002.safetensors", place)
     taken = [first]
     with pytest.raises(UserError, match=r"train-00002.safetensors: bytes \d+ to \d+: .*checksum"):
