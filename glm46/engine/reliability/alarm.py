@@ -12,10 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from glm46.engine.reliability.hang_report import Answers
+from glm46.engine.reliability.hang_answers import Answers
 
 _PREFIX = "glm46/hang/"
-_SET, _ANSWERED, _COMPLETE, _REPORTED = (_PREFIX + name for name in ("alarm", "answered", "complete", "reported"))
+_SET = _PREFIX + "alarm"
+_ANSWERED = _PREFIX + "answered"
+"""Key with the number of ranks that have answered."""
+_COMPLETE = _PREFIX + "complete"
+"""Key that is set when all ranks have answered."""
+_REPORTED = _PREFIX + "reported"
 _PROCESSES = _PREFIX + "processes"
 """Key with a line for each rank: [rank, [host, process id]]."""
 _ANSWERS = _PREFIX + "answers"
@@ -60,10 +65,7 @@ class Alarm:
         """Wait for answers until ``end``, a time of `time.monotonic`. Returns the answers by rank, and the host and
         process id of every rank."""
         self._wait(_COMPLETE, end)
-        answers, processes = (
-            dict(map(json.loads, self._store.get(key).splitlines())) for key in (_ANSWERS, _PROCESSES)
-        )
-        return answers, processes
+        return self._by_rank(_ANSWERS), self._by_rank(_PROCESSES)
 
     def report(self, silent: list[tuple[str, int]]) -> None:
         """Tell all ranks to end.
@@ -86,6 +88,9 @@ class Alarm:
 
     def _append(self, key: str, value: object) -> None:
         self._store.append(key, f"{json.dumps([self._rank, value])}\n")
+
+    def _by_rank(self, key: str) -> dict[int, Any]:
+        return dict(map(json.loads, self._store.get(key).splitlines()))
 
     def _wait(self, key: str, end: float) -> None:
         while time.monotonic() < end and not self._store.check([key]):

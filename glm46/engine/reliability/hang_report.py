@@ -48,7 +48,7 @@ def _add_recorder(answer: dict[str, Any], backend: str, trace: dict[str, Any]) -
     has_completed = any(entry["state"] == "completed" for entry in entries)
     launched, launched_peers = _positions_and_peers(backend, trace, is_timed=False)
     entered, entered_peers = _positions_and_peers(backend, trace, is_timed=True)
-    # Either timing is off, or this GPU has not started anything: `_resolve` decides by the answers of the other ranks.
+    # Either timing is off, or this GPU has not started anything: `resolve` decides by the answers of the other ranks.
     is_timing_unknown = backend == "nccl" and bool(entries) and not is_timed and not has_completed
     if is_timed:
         answer["is_timed"] = True
@@ -127,8 +127,8 @@ def find_culprits(answers: Answers, world_size: int) -> list[int]:
     1. Ranks that did not answer.
     2. Ranks that others wait for, that wait for no rank themselves, and that are not inside a collective, a send or a
        receive: a rank inside one also waits, even if it is not known for which rank. But if all other ranks wait for
-           it, there is no rank that it could wait for: it is inside a collective that the others never enter.
-           `_waits_for` returns which ranks wait for which.
+       it, there is no rank that it could wait for: it is inside a collective that the others never enter.
+       `_waits_for` returns which ranks wait for which.
     3. If whole groups are inside one collective (`_stuck`): the ranks that run another collective than most of their
        group, otherwise the one rank that all these groups have in common.
     4. Without such groups: ranks whose innermost frame is not torch's and does not wait for the device.
@@ -209,7 +209,7 @@ def _stuck(answers: Answers) -> list[dict[int, GroupPosition]]:
         for peer in answer.get("peers", []):
             if rank < peer and rank in answers[peer].get("peers", []):
                 pairs.add((rank, peer))
-    exchange = GroupPosition(0, "send and receive", -1)
+    exchange = GroupPosition(0, "send and receive", completed=-1)  # below its number: known to be inside
     for pair in sorted(pairs):
         groups.append(dict.fromkeys(pair, exchange))
     return groups

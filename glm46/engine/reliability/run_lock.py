@@ -43,7 +43,8 @@ def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KE
         yield
     except OSError as error:
         failed = Path(error.filename or folder)
-        key, folder = next((entry for entry in apart.items() if failed.is_relative_to(entry[1])), (key, folder))
+        entries = [(name, place) for name, place in apart.items() if failed.is_relative_to(place)]
+        key, folder = [*entries, (key, folder)][0]
         raise UserError(
             f"{key} = {str(folder)!r}: {failed} cannot be written: {error.strerror}; free "
             "space, allow writing, or set another folder"
@@ -70,7 +71,7 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
     for key, (folder, share, what) in places.items():
         with writing(folder, key=key):
             need = share * size.total
-            free = shutil.disk_usage(_existing(folder)).free
+            free = shutil.disk_usage(_nearest_existing(folder)).free
         leftovers = (path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
         files = (file for path in leftovers for file in path.rglob("*") if file.is_file())
         if need > free and need > free + sum(file.stat().st_size for file in files):
@@ -83,7 +84,7 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
     raise_if(faults)
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
@@ -93,7 +94,7 @@ def _size(count: float) -> str:
 
 def refuse_unwritable(folder: Path, key: str) -> None:
     """Raise UserError if nothing can be written at the location of a folder, which may not exist yet."""
-    existing = _existing(folder)
+    existing = _nearest_existing(folder)
     if existing.is_file():
         raise UserError(f"{key} = {str(folder)!r}: {existing} is a file, not a folder; set another folder")
     with writing(folder, key=key), tempfile.TemporaryFile(dir=existing) as file:

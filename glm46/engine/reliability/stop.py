@@ -58,7 +58,7 @@ class SignalListener:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._sender)
+        os.close(self._sender)  # ends the thread
 
     def _listen(self) -> None:
         while numbers := os.read(self._receiver, 64):
@@ -91,7 +91,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self._first_at = 0.0
+        self._first_at = 0.0  # time of the first signal
         self._is_asked = threading.Event()
         self.has_started = self.has_ended = False
         self._listener = SignalListener(self._on_signal)

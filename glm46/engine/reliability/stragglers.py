@@ -66,19 +66,21 @@ def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
     Returns:
         None if every stage has one rank.
     """
-    size = len(paces) // stages
+    ranks_per_stage = len(paces) // stages
+    if ranks_per_stage < 2:
+        return None
     candidates = []
-    for first in range(0, len(paces), size) if size > 1 else ():
-        members = paces[first : first + size]
+    for first in range(0, len(paces), ranks_per_stage):
+        members = paces[first : first + ranks_per_stage]
         medians = [pace.median for pace in members]
         slowest = medians.index(max(medians))
         others = [pace for i, pace in enumerate(members) if i != slowest]
-        middle, spread = median_and_sigma([pace.median for pace in others])
+        median, spread = median_and_sigma([pace.median for pace in others])
         error = hypot(members[slowest].error, statistics.median(pace.error for pace in others) / sqrt(len(others)))
-        excess = members[slowest].median - middle
-        stands_out = excess > max(_LEAST_EXCESS * middle, _ERRORS * error, _SPREADS * spread)
-        candidates.append(Slowest(first + slowest, members[slowest].median, max(middle, 1e-9), stands_out))
-    return max(candidates, key=lambda slowest: slowest.ratio) if candidates else None
+        excess = members[slowest].median - median
+        stands_out = excess > max(_LEAST_EXCESS * median, _ERRORS * error, _SPREADS * spread)
+        candidates.append(Slowest(first + slowest, members[slowest].median, max(median, 1e-9), stands_out))
+    return max(candidates, key=lambda slowest: slowest.ratio)
 
 
 class Stragglers:
@@ -96,7 +98,7 @@ class Stragglers:
         self._world_size = world_size
         self._stages = stages
         self._device_time = device_time
-        self._before_work = 0.0
+        self._data_seconds = 0.0
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._steps = 0
         self._began = own_clock()
@@ -110,16 +112,16 @@ class Stragglers:
         if self._device_time is not None:
             self._device_time.step_begins()
 
-    def gradients_ready(self, own_time: float, *, is_typical: bool = True) -> None:
+    def gradients_ready(self, ready_at: float, *, is_typical: bool = True) -> None:
         """End timing: the gradients were complete at this time of `own_clock`.
 
         Args:
             is_typical: False to ignore the time of this step; equal on all ranks.
         """
         self._steps += 1
-        seconds = own_time - self._began
+        seconds = ready_at - self._began
         if self._device_time is not None:
-            seconds = self._before_work + self._device_time.seconds()
+            seconds = self._data_seconds + self._device_time.seconds()
         if self._steps > _WARM_UP_STEPS and is_typical:
             self._times.append(seconds)
 
@@ -130,10 +132,10 @@ class Stragglers:
         """
         if self._world_size == 1 or self._steps % _EXCHANGE_STEPS or len(self._times) < _FEWEST_STEPS:
             return []
-        middle, sigma = median_and_sigma(self._times)
+        median, sigma = median_and_sigma(self._times)
         shared = [0] * (2 * self._world_size)
         shared[2 * self._rank : 2 * self._rank + 2] = (
-            round(1e9 * middle),
+            round(1e9 * median),
             round(1e9 * _MEDIAN_ERROR * sigma / sqrt(len(self._times))),
         )
         return shared
@@ -147,13 +149,13 @@ class Stragglers:
         Returns:
             A message if the slow rank has changed.
         """
-        self._before_work = own_clock() - self._began
+        self._data_seconds = own_clock() - self._began
         if not shared:
             return None
-        paces = [Pace(a / 1e9, b / 1e9) for a, b in zip(shared[::2], shared[1::2], strict=True)]
+        paces = [Pace(median / 1e9, error / 1e9) for median, error in zip(shared[::2], shared[1::2], strict=True)]
         self._slowest = slowest = find_slowest(paces, self._stages)
         suspect = slowest.rank if slowest is not None and slowest.stands_out else None
-        is_sure = suspect == self._suspect
+        is_sure = suspect == self._suspect  # in two comparisons in a row
         self._suspect = suspect
         if not is_sure or suspect == self._named:
             return None

@@ -45,6 +45,7 @@ _WARM_UP_STEPS = 2
 _ANSWER_SECONDS = 2.0
 """Time for ranks to answer an alarm: a check of the store, some ticks, and delays of a busy machine."""
 _LINGER_SECONDS = 0.4
+"""Time for which the first rank outlives the others, because its process may serve their store."""
 _PATIENCE_SECONDS = 15.0
 """This process ends within this time after an alarm, whatever else hangs."""
 _AWAKE_SECONDS = 0.5
@@ -69,7 +70,7 @@ class Watchdog:
         self._start_limit = start_seconds
         self._operation = "starting"
         self._step = 0
-        self._since = time.monotonic()
+        self._since = time.monotonic()  # of the last progress
         self._is_watched = False
         self._times: deque[float] = deque(maxlen=1000)
         self._size: tuple[int, ...] = ()
@@ -77,7 +78,7 @@ class Watchdog:
         self._step_began = time.monotonic()
         self._main = threading.main_thread().ident or 0
         self._end = threading.Event()
-        self._answered_at = time.monotonic()
+        self._answered_at = time.monotonic()  # by the store
         self._has_alarm = False
         if not shortest_seconds:
             return
@@ -182,7 +183,8 @@ class Watchdog:
             self._since = self._since + pause
             self._answered_at = self._answered_at + pause
             last = now
-            if self._has_alarm or self._is_watched and now - self._since > self.limit_seconds():
+            is_hung = self._is_watched and now - self._since > self.limit_seconds()
+            if self._has_alarm or is_hung:
                 self._end_run(now - self._since)
             if self._alarm is not None and now - self._answered_at > _STORE_SECONDS:
                 self._end_alone(now - self._answered_at)
@@ -233,37 +235,39 @@ class Watchdog:
         if alarm is not None and _within(_CALL_SECONDS, alarm.is_reported):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
-        collectives, recorder = _within(_CALL_SECONDS, collectives_here) or ({"collectives": {}}, "")
+        recorded, recorders = _within(_CALL_SECONDS, collectives_here) or ({"collectives": {}}, "")
         answer = {
             "operation": self._operation,
             "step": self._step,
             "stack": innermost_frames(sys._current_frames().get(self._main)),
-            **collectives,
+            **recorded,
         }
         local_answer = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
-        end = time.monotonic() + _ANSWER_SECONDS
+        end_of_answers = time.monotonic() + _ANSWER_SECONDS
         # Answer before writing files to a disk that may be slow: the other ranks wait for the answer.
-        number = _within(_CALL_SECONDS, alarm.answer, answer) if alarm is not None else None
+        num_answers = _within(_CALL_SECONDS, alarm.answer, answer) if alarm is not None else None
         _within(_CALL_SECONDS, self._keep_stacks)
-        if recorder:
-            _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
+        if recorders:
+            _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorders)
         answers_of_all = None
         hung = None
-        if alarm is not None and number == 1:
-            answers_of_all = _within(_ANSWER_SECONDS + _CALL_SECONDS, alarm.answers, end)
-        elif alarm is not None and number:  # the first one may wait for its disk before it reports
+        if alarm is not None and num_answers == 1:  # the first rank that answers reports
+            answers_of_all = _within(_ANSWER_SECONDS + _CALL_SECONDS, alarm.answers, end_of_answers)
+        elif alarm is not None and num_answers:  # the reporter may first wait for its disk
             extra_seconds = 2 * _CALL_SECONDS
-            hung = _within(_ANSWER_SECONDS + extra_seconds + _CALL_SECONDS, alarm.hung_here, end + extra_seconds)
+            hung = _within(
+                _ANSWER_SECONDS + extra_seconds + _CALL_SECONDS, alarm.hung_here, end_of_answers + extra_seconds
+            )
         if hung is None:
             answers, processes = answers_of_all or local_answer
-            hosts = {rank: host for rank, (host, _) in processes.items()}
+            hosts = {member: host for member, (host, _) in processes.items()}
             culprits = find_culprits(answers, size)
             text = describe_hang(answers, culprits, hosts, stalled_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
             silent = [processes[silent_rank] for silent_rank in processes.keys() - answers.keys()]
             if alarm is not None and answers_of_all:
                 _within(_CALL_SECONDS, alarm.report, silent)
-                hung = _within(_CALL_SECONDS, alarm.hung_here, end)
+                hung = _within(_CALL_SECONDS, alarm.hung_here, end_of_answers)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
             if answers_of_all or size == 1:  # without the store, a rank cannot know which other rank hung
                 # If most ranks are culprits, no host is named: the cause is then rather outside, such as a switch.
