@@ -35,10 +35,14 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
     networks: list[tuple[ModelShape, Head]] = [(plan.shape, plan.config.head)]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
-    weights = states = 0
+    num_weights = 0
+    num_states = 0
     for shape, head in networks:
-        rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
-        trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
-        weights += sum(count for count, _ in trained)
-        states += sum(count * num_states for count, num_states in trained)
-    return CheckpointSize(weights * WIDTHS[plan.config.training.dtype], states * STATE_WIDTHS[optimizer.state_dtype])
+        rows = named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)
+        trained = [row for row in rows.values() if row.optimizer is not None]
+        num_weights += sum(row.numel(shape) for row in trained)
+        num_states += sum(row.numel(shape) * row.states(optimizer) for row in trained)
+    return CheckpointSize(
+        weights=num_weights * WIDTHS[plan.config.training.dtype],
+        states=num_states * STATE_WIDTHS[optimizer.state_dtype],
+    )

@@ -32,10 +32,13 @@ def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, floa
     window this holds for the part of the row where the window fills. Each rank has one chunk of the remainder, which
     attends to itself and the window before it.
     """
+    both_chunks = 1 + 1 / (2 * cp)
     if window is None or window >= length:
-        return length * (1 + 1 / (2 * cp)), length
+        return length * both_chunks, length
     chunk = (length - window) / cp
-    return window * (1 + 1 / (2 * cp)) + chunk + window, min(chunk + 2 * window, length)
+    attended = window * both_chunks + chunk + window
+    received = min(chunk + 2 * window, length)
+    return attended, received
 
 
 def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:

@@ -44,7 +44,7 @@ def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
         if stop != first:
             mixture = stage.weights or weights
             stages.append(TextStage(first, stop, seq_len, mixture, stage.documents, stage.shape_of(shape)))
-        first = stop or first
+        first = stop or first  # None: no stage follows
     return tuple(stages)
 
 

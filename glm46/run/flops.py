@@ -15,6 +15,7 @@ from glm46.config.model import ModelShape
 from glm46.run.parameters import Parameter, adapter_rows, layer_counts, layer_rows, part_rows
 
 _TRAINING_OVER_FORWARD = 3
+_FROZEN_OVER_FORWARD = 2
 _FLOPS_PER_MULTIPLY_ADD = 2
 
 
@@ -40,7 +41,8 @@ def matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterC
     """Count the FLOPs per token of products with these rows. Under an adapter they are frozen and have no weight
     gradient."""
     weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
-    return float((_TRAINING_OVER_FORWARD - (adapter is not None)) * _FLOPS_PER_MULTIPLY_ADD * weights)
+    forwards = _TRAINING_OVER_FORWARD if adapter is None else _FROZEN_OVER_FORWARD
+    return float(forwards * _FLOPS_PER_MULTIPLY_ADD * weights)
 
 
 def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float:
@@ -84,9 +86,10 @@ class LayerFlops:
 
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     """Compute `training_flops` of each decoder layer, and of the head and the MTP layers."""
-    core = attention_flops(shape, seq_len)
+    attention = attention_flops(shape, seq_len)
     total = training_flops(shape, seq_len)
-    dense, moe = (matrix_flops(layer_rows(shape, kind), shape) + core for kind in ("dense", "moe"))
+    dense = matrix_flops(layer_rows(shape, "dense"), shape) + attention
+    moe = matrix_flops(layer_rows(shape, "moe"), shape) + attention
     flops_of_layers = [
         dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)
     ]
@@ -102,16 +105,16 @@ def training_flops(
         adapter: config of the adapters, if the run trains only these.
     """
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
-    core = attention_flops(shape, seq_len, document)
-    head, dense, moe, mtp = (
-        matrix_flops(rows, shape, adapter)
-        for rows in (part_rows(shape, "head"), *(layer_rows(shape, kind) for kind in ("dense", "moe", "mtp")))
-    )
+    attention = attention_flops(shape, seq_len, document)
+    head = matrix_flops(part_rows(shape, "head"), shape, adapter)
+    dense = matrix_flops(layer_rows(shape, "dense"), shape, adapter)
+    moe = matrix_flops(layer_rows(shape, "moe"), shape, adapter)
+    mtp = matrix_flops(layer_rows(shape, "mtp"), shape, adapter)
     return TrainingFlops(
         matrices=dense_layers * dense + moe_layers * moe + head,
         adapters=0.0 if adapter is None else matrix_flops(adapter_rows(shape, adapter).values(), shape),
-        attention=shape.num_hidden_layers * core,
-        mtp=mtp_layers * (mtp + core + head),
+        attention=shape.num_hidden_layers * attention,
+        mtp=mtp_layers * (mtp + attention + head),
     )
 
 
@@ -133,6 +136,7 @@ def document_half_pairs(length, window: int | None):
     Args:
         length: integer, or integer tensor of any shape; the result has the same form.
     """
+    # min(length, window), also for tensors
     reach = length if window is None else length - (length - window) * (length > window)
     return 2 * reach * length - reach * reach
 

@@ -13,9 +13,9 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.run.schedule import schedule_value
 
+# Keys of a checkpoint's meta.
 _SHAPE_KEY = "shape"
 _TEMPERATURE_KEY = "router_temperature"
-"""Keys of a checkpoint's meta."""
 
 _GATE = ".router.weight"
 

@@ -89,8 +89,9 @@ def smallest_world(parallelism: ParallelismConfig) -> int:
     fixed = fixed_processes(parallelism)
     if parallelism.data_parallel_shard_degree != -1:
         return fixed
-    borrowed = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    return fixed * math.lcm(borrowed, parallelism.expert_parallel_degree) // borrowed
+    cp_times_tp = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    least_dp_shard = math.lcm(cp_times_tp, parallelism.expert_parallel_degree) // cp_times_tp
+    return fixed * least_dp_shard
 
 
 def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
@@ -136,8 +137,11 @@ def why_not_in_levels(ranks: int, host_ranks: int | None) -> str | None:
     """Explain why the ranks that share experts cannot exchange tokens in two levels; None if they can. Arguments as in
     `expert_levels`."""
     ranks_per_host = min(host_ranks if host_ranks is not None else ranks, ranks)
-    if ranks_per_host and not ranks % ranks_per_host and not (host_ranks or ranks) % ranks_per_host:
-        return None
+    if ranks_per_host:  # 0: hosts have unequal numbers
+        are_whole_hosts = ranks % ranks_per_host == 0
+        divides_a_host = (host_ranks or ranks) % ranks_per_host == 0
+        if are_whole_hosts and divides_a_host:
+            return None
     actual = f"each host has {host_ranks} ranks" if host_ranks else "hosts have unequal numbers of ranks"
     problem = (
         f"the {ranks} ranks that share experts (parallelism.expert_parallel_degree) are not whole hosts, or on one"

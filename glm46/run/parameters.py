@@ -202,6 +202,7 @@ def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Param
 
 _QKV: dict[str, Any] = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj", needs="has_key_heads")
 _LATENT: dict[str, Any] = dict(group="attention", needs="is_latent")
+# From a latent to the heads, and from the hidden states to the latents.
 _UP: dict[str, Any] = _LATENT | dict(tensor_dim=0)
 _DOWN: dict[str, Any] = _LATENT | dict(fp8_family="self_attn[.](q_a_proj|kv_a_proj_with_mqa)")
 _O: dict[str, Any] = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
@@ -281,19 +282,18 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
     experts, separator = ("E ", "_") if row.is_expert else ("", ".")
     sharded = {"tensor_dim": row.tensor_dim, "is_expert": row.is_expert, "needs": row.needs}
 
-    def of(key: str, dims: str, group: str, initial, **options) -> Parameter:
-        name, *modules = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
-        hf_names = tuple(f"{hf_name}.{PEFT_NAMES[key]}" for hf_name in modules)
-        name = f"{name}{separator}{key}"
+    def adapter_row(key: str, dims: str, group: str, initial, **options) -> Parameter:
+        name = f"{row.name.removesuffix('.weight')}{separator}{key}"
+        hf_names = tuple(f"{hf_name.removesuffix('.weight')}.{PEFT_NAMES[key]}" for hf_name in row.hf_names)
         options = sharded | options
         return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
 
-    a = {} if row.tensor_dim == 1 else {"tensor_dim": None}
-    b = {} if row.tensor_dim == 0 else {"tensor_dim": None}
+    like_columns = {} if row.tensor_dim == 1 else {"tensor_dim": None}
+    like_rows = {} if row.tensor_dim == 0 else {"tensor_dim": None}
     return (
-        of("lora_A", f"r {inputs}", "adapter A", "uniform", **a),
-        of("lora_B", f"{outputs} r", "adapter B", "zeros", **b),
-        of("magnitude", outputs, "magnitude", "ones", **b),
+        adapter_row("lora_A", f"r {inputs}", "adapter A", "uniform", **like_columns),
+        adapter_row("lora_B", f"{outputs} r", "adapter B", "zeros", **like_rows),
+        adapter_row("magnitude", outputs, "magnitude", "ones", **like_rows),
     )
 
 
@@ -326,7 +326,7 @@ def base_families(shape: ModelShape, base_dtype: str) -> frozenset[str]:
     rows = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)]
     base = BASE_FORMATS[base_dtype]
     sizes = [(row.fp8_family, row.hf_shape(shape)[-2:]) for row in rows if row.fp8_family]
-    unfit = {family for family, (rows, columns) in sizes if rows % base.rows or columns % base.columns}
+    unfit = {family for family, (height, width) in sizes if height % base.rows or width % base.columns}
     return frozenset(family for family, _ in sizes).difference(unfit)
 
 
@@ -338,8 +338,10 @@ def in_base_dtype(rows: list[Parameter], shape: ModelShape, base_dtype: str | No
     base_rows = []
     stored_bytes = BASE_FORMATS[base_dtype].bits / 8
     for row in rows:
-        is_in = row.fp8_family in families
-        base_rows += [replace(row, stored_bytes=stored_bytes), _SCALES[row.name, base_dtype]] if is_in else [row]
+        if row.fp8_family in families:
+            base_rows += [replace(row, stored_bytes=stored_bytes), _SCALES[row.name, base_dtype]]
+        else:
+            base_rows.append(row)
     return base_rows
 
 

@@ -65,10 +65,12 @@ class Plan:
         """Number of chunks in which the tokens of a micro-batch are sent to experts. The default is two where that is
         faster; on one host it is not, because the gradients of two chunks must be added."""
         configured = self.config.parallelism.expert_exchange_chunks
+        if configured is not None:
+            return configured
         levels = self.expert_levels
         is_deepep = self.config.parallelism.expert_exchange == "deepep"  # a rule refuses two chunks
-        if configured is not None or self.layout.ep == 1 or levels is None or levels.hosts == 1 or is_deepep:
-            return configured or 1
+        if self.layout.ep == 1 or levels is None or levels.hosts == 1 or is_deepep:
+            return 1
         lengths = [stage.seq_len for stage in self.text_stages]
         return 2 if min(map(self.rows_of_expert, lengths)) / 2 >= LEAST_ROWS_OF_EXPERT else 1
 
@@ -131,7 +133,8 @@ def describe_exchange(plan: Plan) -> str:
         reason = why_not_in_levels(ep, plan.host_ranks) if is_auto else None
         text = f"all to all{chunks}: {chosen * (1 - 1 / ep):.1f} rows of a token to {ep} ranks"
         return f"{text}; {waits}" + (f"; not two levels: {reason}" if reason else "")
-    to_hosts, to_ranks = (places_of_token(shape, parts) for parts in (levels.hosts, ep))
+    to_hosts = places_of_token(shape, levels.hosts)
+    to_ranks = places_of_token(shape, ep)
     all_to_all = f"(all to all {chosen * (levels.ranks_per_host - 1) / ep:.1f})"
     inside_hosts = f"{to_ranks * (1 - 1 / levels.ranks_per_host):.1f} inside them {all_to_all}"
     method = "DeepEP" if plan.config.parallelism.expert_exchange == "deepep" else "two levels"
@@ -164,7 +167,8 @@ def unsharded_kinds(plan: Plan) -> frozenset[tuple[bool, bool]]:
     sums_in_stored = reduced == stored or (reduced == "float32" and not gradients_are_summed_once(plan))
     can_train = stored == training.mixed_precision_param and sums_in_stored and layout.dp_replicate == 1
     gathers_fp8 = plan.config.float8.enable_fsdp_float8_all_gather
-    shards = {True: layout.expert_shards, False: 2 if gathers_fp8 else layout.dense_shards}
+    dense_shards = 2 if gathers_fp8 else layout.dense_shards  # any number above 1: FSDP2's gather converts to FP8
+    shards = {True: layout.expert_shards, False: dense_shards}
     unshared = [is_expert for is_expert, ranks in shards.items() if ranks == 1]
     kinds = {(is_expert, is_trained) for is_expert in unshared for is_trained in (False, can_train)}
     return frozenset(kinds - ({(False, True)} if layout.tp > 1 else set()))
@@ -197,15 +201,15 @@ def budget_tokens(config: RunConfig, stages: Sequence[TextStage], rows_per_micro
     remaining = training.steps
     ramp_ends = batch[-1][0] if isinstance(batch, tuple) else 0
     while remaining:
-        rows = batch_sequences(batch, start + total, rows_per_micro_batch)
+        rows_per_step = batch_sequences(batch, start + total, rows_per_micro_batch)
         stage = stage_at(stages, samples)
         # After a ramp all steps of a stage are equal, except its last one.
-        room = rows * remaining if stage.stop is None else stage.stop - samples
-        steps = min(remaining, -(-room // rows)) if start + total >= ramp_ends else 1
-        rows = min(rows * steps, room)
-        samples = samples + rows
-        total = total + rows * stage.seq_len
-        remaining = remaining - steps
+        rows_left = rows_per_step * remaining if stage.stop is None else stage.stop - samples
+        steps = min(remaining, -(-rows_left // rows_per_step)) if start + total >= ramp_ends else 1
+        rows = min(rows_per_step * steps, rows_left)
+        samples += rows
+        total += rows * stage.seq_len
+        remaining -= steps
     return total
 
 

@@ -11,4 +11,6 @@ def neighbours(rank: int, ranks: int) -> tuple[int | None, list[int]]:
     while stride < ranks and rank % (WIDTH * stride) == 0:
         children += range(rank + stride, min(rank + WIDTH * stride, ranks), stride)
         stride *= WIDTH
-    return (rank - rank // stride % WIDTH * stride if rank else None), children
+    # In base WIDTH, the parent has 0 in place of the rank's lowest digit that is not 0.
+    parent = None if rank == 0 else rank - rank // stride % WIDTH * stride
+    return parent, children
