@@ -32,7 +32,7 @@ class DataStream:
         self._manifests = manifests
         self._loader: Iterator[Batch] = iter(())
         self._stage: TextStage | None = None
-        self._next = -1
+        self._next_sample = -1
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """Read the next micro-batches of this rank, for a step of `sequences` samples over all ranks."""
@@ -41,13 +41,13 @@ class DataStream:
         note = ""
         if stage != self._stage and len(self._plan.text_stages) > 1:
             note = self._describe(stage)
-        if stage != self._stage or progress.samples != self._next:
+        if stage != self._stage or progress.samples != self._next_sample:
             self._open(stage, progress)
         samples = sequences if stage.stop is None else min(sequences, stage.stop - progress.samples)
         rows = self._plan.rows_per_micro_batch
         # A pipeline schedule needs a fixed number of micro-batches; micro-batches without samples are padding.
         count = sequences // rows if self._cluster.meshes.pipeline is not None else -(-samples // rows)
-        self._next = progress.samples + samples
+        self._next_sample = progress.samples + samples
         micro_batches = [next(self._loader) for _ in range(count)]
         return StepBatches(micro_batches, samples, stage.seq_len, time.perf_counter() - started, note)
 
@@ -70,7 +70,7 @@ class DataStream:
         config = self._plan.config
         self._stage = stage
         active = [i for i, weight in enumerate(stage.weights) if weight > 0]
-        first_rows = rows_before(plan, self._manifests, stage, progress.read_before)
+        rows_of_sources = rows_before(plan, self._manifests, stage, progress.read_before)
         sources = [config.data.sources[i] for i in active]
         with starting_workers():
             self._loader = iter(
@@ -83,7 +83,9 @@ class DataStream:
                     seed=config.debug.seed,
                     start_sample=progress.samples,
                     num_workers=config.data.num_workers,
-                    span=SampleSpan(stage.first, stage.stop, tuple(first_rows[i] for i in active), stage.documents),
+                    span=SampleSpan(
+                        stage.first, stage.stop, tuple(rows_of_sources[i] for i in active), stage.documents
+                    ),
                     begin_worker=begin_worker,
                 )
             )
@@ -113,7 +115,7 @@ def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) ->
         if stop <= stage.first:
             continue
         for i, rows in _taken(stage, stop - stage.first).items():
-            key = _grid(plan, manifests, i, stage)
+            key = _identity_of_rows(plan, manifests, i, stage)
             counts[key] = counts.get(key, 0) + rows
     return [[*key, rows] for key, rows in sorted(counts.items())]
 
@@ -121,12 +123,12 @@ def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) ->
 def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, read_before: list[list]) -> list[int]:
     """Count for each source how many of the stage's rows earlier stages and phases have read."""
     phase_counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
-    rows = (stage.seq_len, stage.documents)
-    stages = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == rows]
+    same_rows = (stage.seq_len, stage.documents)
+    stages = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == same_rows]
     totals = []
     for i in range(len(stage.weights)):
         count = sum(_taken(s, s.stop - s.first).get(i, 0) for s in stages if s.stop is not None)
-        totals.append(count + phase_counts.get(_grid(plan, manifests, i, stage), 0))
+        totals.append(count + phase_counts.get(_identity_of_rows(plan, manifests, i, stage), 0))
     return totals
 
 
@@ -137,7 +139,7 @@ def _taken(stage: TextStage, samples: int) -> dict[int, int]:
     return dict(zip(active, counts, strict=True))
 
 
-def _grid(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextStage) -> tuple:
+def _identity_of_rows(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextStage) -> tuple:
     """Return the identity of a source's rows: its text, packing and order, sequence length and range of documents."""
     source_config = plan.config.data.sources[source]
     config = plan.config
@@ -170,8 +172,8 @@ def begin_worker(_number: int) -> None:
     threading.Thread(target=_end_with, args=(rank.pid,), name="signals", daemon=True).start()
 
 
-def _end_with(rank: int) -> None:
+def _end_with(rank_pid: int) -> None:
     while True:
         signal_info = signal.sigwaitinfo(SIGNALS)
-        if signal_info.si_pid == rank and signal_info.si_signo == signal.SIGTERM:  # the loader closes its workers
+        if signal_info.si_pid == rank_pid and signal_info.si_signo == signal.SIGTERM:  # the loader closes its workers
             os._exit(0)

@@ -49,7 +49,9 @@ class NextToken:
         """See `Objective.sums`. Collective under context parallelism."""
         assert output.loss is not None, "the form is `summed_loss`"
         sums = {"loss": output.loss, "mtp_losses": output.mtp_losses}
-        return sums | ({"accepted": self.count_accepted(output, batch)} if "mtp_labels" in batch else {})
+        if "mtp_labels" in batch:
+            sums["accepted"] = self.count_accepted(output, batch)
+        return sums
 
     def count_accepted(self, output: LossSums, batch: Batch) -> Tensor:
         """Count `accepted_drafts` over whole rows of a batch of the loader, FP64 [K].

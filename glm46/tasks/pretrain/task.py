@@ -82,6 +82,7 @@ class Pretraining(Task):
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
             identity.append([source.name, source.weight, source.packing, shards])
         if config.data.stages:
+            # The shape of a stage does not decide which text is read.
             stages = [stage._asdict() for stage in self.plan.text_stages]
             identity.append([{key: stage[key] for key in stage if key != "shape"} for stage in stages])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

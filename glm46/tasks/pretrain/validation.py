@@ -71,7 +71,8 @@ def _evaluate_source(
         loss += output.loss
         if plan.shape.num_nextn_predict_layers:
             accepted += objective.count_accepted(output, batch)[0]
-    # Every rank that reads the same rows adds these counts, so divide them. Loss and accepted drafts need no division.
+    # Every rank that reads the same rows adds these counts, so divide them. Of loss and accepted drafts each rank has
+    # its own share.
     counts = {"targets": targets, "text_bytes": text_bytes, "drafts": drafts}
     sums = {name: count / plan.layout.non_dp_degree for name, count in counts.items()}
     sums |= {"loss": loss.item(), "accepted": accepted.item()}
