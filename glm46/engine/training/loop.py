@@ -116,7 +116,8 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         services.spikes.restart()  # other text, lengths or positions change the loss
     batches, error = catch_user_error(lambda: task.next(progress, sequences))
     services.watchdog.operation("agreeing on the step")
-    local_totals = count_step(task, batches.micro_batches if batches else [])
+    micro_batches = batches.micro_batches if batches else []  # none were read after an error
+    local_totals = count_step(task, micro_batches)
     with services.stop.exchange():
         totals, requests = sum_on_host((local_totals, services.requests(has_failed=error is not None)))
     if requests.failed:

@@ -224,7 +224,8 @@ class Network:
             replay_routes: use the experts of the batch's ``routes``.
             adapted: False computes with the base alone, without adapters.
         """
-        inputs = self.to_device(batch, ("routes",) if replay_routes else ())
+        fields = ("routes",) if replay_routes else ()
+        inputs = self.to_device(batch, fields)
         with nullcontext() if adapted else without_adapters(self.models):
             if self.pipeline is not None:
                 return self.pipeline.evaluate(inputs, form)

@@ -64,6 +64,7 @@ class StepWeights:
             stored = StoredTensor(folder, metadata, _PREFIX + name)
             local = local_tensor(tensor)
             intervals = [intervals_of(index) for index in global_indices(tensor)]
-            for part in overlaps((0,) * len(stored.shape), stored.shape, intervals):
+            origin = (0,) * len(stored.shape)  # the stored tensor begins where ours does
+            for part in overlaps(origin, stored.shape, intervals):
                 local[part.local].copy_(stored[tuple(slice(first, first + length) for first, length in part.box)])
         return []
