@@ -93,7 +93,8 @@ def save_now(
         RankLostError: a rank has ended or does not answer.
     """
     with ranks.stage(f"saving step {snapshot.step}"):  # for a rank that fails between the inner stages
-        refuse_not_finite(snapshot.tensors if staged is None else staged, ranks)
+        to_be_saved = snapshot.tensors if staged is None else staged
+        refuse_not_finite(to_be_saved, ranks)
         if target.node is None:
             size = _write(target.folder, ranks.is_first, snapshot, ranks, staged)
         else:

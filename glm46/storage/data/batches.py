@@ -79,32 +79,32 @@ class BatchBuilder:
             is_marked: tokens that are not labels have the bit `NOT_A_TARGET`.
         """
         length = self.seq_len
-        b = self._filled
+        row_index = self._filled
         row[used:] = self._eos_id
         targets = row
         if is_marked:
             targets = np.where(row < NOT_A_TARGET, row, IGNORE)
             row &= ~NOT_A_TARGET
-        self.sample_numbers[b] = number
-        self.input_ids[b] = row[:length]
-        self.labels[b] = targets[1 : length + 1]
+        self.sample_numbers[row_index] = number
+        self.input_ids[row_index] = row[:length]
+        self.labels[row_index] = targets[1 : length + 1]
         for k in range(1, self.mtp_depth + 1):
-            self.mtp_input_ids[b, k - 1] = row[k : length + k]
-            self.mtp_labels[b, k - 1] = targets[k + 1 : length + k + 1]
+            self.mtp_input_ids[row_index, k - 1] = row[k : length + k]
+            self.mtp_labels[row_index, k - 1] = targets[k + 1 : length + k + 1]
         doc_ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
-        self._mask_targets(b, doc_ends)
-        self._number_documents(b, doc_ends[: np.searchsorted(doc_ends, length)])
+        self._mask_targets(row_index, doc_ends)
+        self._number_documents(row_index, doc_ends[: np.searchsorted(doc_ends, length)])
         if used < length:
-            self._blank(b, used)
+            self._blank(row_index, used)
         self._filled += 1
 
     def add_padding(self) -> None:
         """Append a row without documents, which keeps the number of batches equal on all ranks."""
-        b = self._filled
-        self.sample_numbers[b] = -1
-        self.input_ids[b] = self._eos_id
-        self.mtp_input_ids[b] = self._eos_id
-        self._blank(b, 0)
+        row_index = self._filled
+        self.sample_numbers[row_index] = -1
+        self.input_ids[row_index] = self._eos_id
+        self.mtp_input_ids[row_index] = self._eos_id
+        self._blank(row_index, 0)
         self._filled += 1
 
     def finish(self) -> Batch:
@@ -115,27 +115,27 @@ class BatchBuilder:
         self._allocate()
         return batch
 
-    def _mask_targets(self, b: int, ends: np.ndarray) -> None:
+    def _mask_targets(self, row_index: int, ends: np.ndarray) -> None:
         """Mask targets in another document: targets k + 1 tokens ahead, at the last k + 1 positions before each end."""
         for ahead in range(1, self.mtp_depth + 2):
             places = ends - ahead
             places = places[np.searchsorted(places, 0) : np.searchsorted(places, self.seq_len)]
             if ahead == 1:
-                self.labels[b, places] = IGNORE
+                self.labels[row_index, places] = IGNORE
             first_depth = max(ahead - 2, 0)  # `mtp_labels` begin with the target 2 tokens ahead
-            self.mtp_labels[b, first_depth:, places] = IGNORE
+            self.mtp_labels[row_index, first_depth:, places] = IGNORE
 
-    def _number_documents(self, b: int, inner_ends: np.ndarray) -> None:
+    def _number_documents(self, row_index: int, inner_ends: np.ndarray) -> None:
         """Set document ids 0, 1, 2 ..., and positions within the document or the row."""
         bounds = np.concatenate(([0], inner_ends, [self.seq_len]))
         lengths = np.diff(bounds)
-        self.document_ids[b] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        self.positions[b] = self._count_up
+        self.document_ids[row_index] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        self.positions[row_index] = self._count_up
         if self._document_mask:
-            self.positions[b] -= np.repeat(bounds[:-1].astype(np.int32), lengths)
+            self.positions[row_index] -= np.repeat(bounds[:-1].astype(np.int32), lengths)
 
-    def _blank(self, b: int, start: int) -> None:
-        self.labels[b, start:] = IGNORE
-        self.mtp_labels[b, :, start:] = IGNORE
-        self.positions[b, start:] = 0
-        self.document_ids[b, start:] = -1
+    def _blank(self, row_index: int, start: int) -> None:
+        self.labels[row_index, start:] = IGNORE
+        self.mtp_labels[row_index, :, start:] = IGNORE
+        self.positions[row_index, start:] = 0
+        self.document_ids[row_index, start:] = -1

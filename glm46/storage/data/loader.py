@@ -132,7 +132,8 @@ class TrainStream(IterableDataset):
         worker = get_worker_info()
         layout = self.layout
         stop = self.span.stop
-        index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        index = worker.id if worker else 0
+        workers = worker.num_workers if worker else 1
         rows_by_source = self._open_rows()
         builder = layout.builder(self.sources[0].manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)

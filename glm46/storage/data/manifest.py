@@ -64,12 +64,13 @@ class Split:
     @staticmethod
     def from_shards(shards: "tuple[ShardEntry, ...]") -> "Split":
         """Make a split from its shards."""
+        has_targets = any(shard.targets is not None for shard in shards)
         return Split(
-            documents=sum(s.documents for s in shards),
-            tokens=sum(s.tokens for s in shards),
-            text_bytes=sum(s.text_bytes for s in shards),
+            documents=sum(shard.documents for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            text_bytes=sum(shard.text_bytes for shard in shards),
             shards=tuple(shards),
-            targets=sum(s.targets or 0 for s in shards) if any(s.targets is not None for s in shards) else None,
+            targets=sum(shard.targets or 0 for shard in shards) if has_targets else None,
         )
 
 

@@ -102,10 +102,16 @@ def _write(file: Path, key: str, groups: Iterator[PackPlan]) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
+        starts_of_rows = scratch / "row_starts"
+        starts_of_pieces = scratch / "piece_starts"
+        lengths_of_pieces = scratch / "piece_lengths"
         rows = 0
         pieces = 0
-        with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
+        with (
+            starts_of_rows.open("wb") as row_starts,
+            starts_of_pieces.open("wb") as starts,
+            lengths_of_pieces.open("wb") as lengths,
+        ):
             row_starts.write(np.zeros(1, np.int64).data)
             for group in groups:
                 row_starts.write((group.row_starts[1:] + pieces).data)
@@ -114,7 +120,7 @@ def _write(file: Path, key: str, groups: Iterator[PackPlan]) -> None:
                 rows += group.rows
                 pieces += len(group.piece_starts)
         sizes = (rows + 1, pieces, pieces)
-        plan = PackPlan(*map(_mapped, parts, sizes))
+        plan = PackPlan(*map(_mapped, (starts_of_rows, starts_of_pieces, lengths_of_pieces), sizes))
         metadata = {"format": _FORMAT, "key": key, "sizes": json.dumps(sizes), "sha256": _hash(plan)}
         write_arrays(file, vars(plan), metadata)
     finally:
