@@ -75,9 +75,9 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
         leftovers = (path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
         files = (file for path in leftovers for file in path.rglob("*") if file.is_file())
         if need > free and need > free + sum(file.stat().st_size for file in files):
-            parts = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
+            sizes = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
             faults.append(
-                f"{key} = {str(folder)!r}: {what} takes {_size(need)} {parts}, and {_size(free)} of its disk are free; "
+                f"{key} = {str(folder)!r}: {what} takes {_size(need)} {sizes}, and {_size(free)} of its disk are free; "
                 f"it must fit beside those that are there; free space, set another {key}, or "
                 "set checkpoint.enable = false"
             )

@@ -103,8 +103,8 @@ class Stragglers:
         self._steps = 0
         self._began = own_clock()
         self._slowest: Slowest | None = None
-        self._suspect: int | None = None
-        self._named: int | None = None
+        self._suspect: int | None = None  # slow in the last comparison
+        self._named: int | None = None  # slow by the last message
 
     def step_begins(self) -> None:
         """Start timing this rank's part of a step."""

@@ -76,8 +76,8 @@ class Watchdog:
         self._size: tuple[int, ...] = ()
         self._steps_seen = 0
         self._step_began = time.monotonic()
-        self._main = threading.main_thread().ident or 0
-        self._end = threading.Event()
+        self._main_thread = threading.main_thread().ident or 0
+        self._closed = threading.Event()
         self._answered_at = time.monotonic()  # by the store
         self._has_alarm = False
         if not shortest_seconds:
@@ -153,8 +153,8 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching."""
         self._is_watched = False
-        if self._shortest and not self._end.is_set():
-            self._end.set()
+        if self._shortest and not self._closed.is_set():
+            self._closed.set()
             self._thread.join()
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
@@ -165,18 +165,19 @@ class Watchdog:
 
     def _listen(self, alarm: Alarm) -> None:
         """Check the store for an alarm, in a separate thread: a call to an unreachable store has no time limit."""
-        while not self._end.wait(_ASK_SECONDS / (4 if self._is_late() else 1)):
+        while not self._closed.wait(self._ask_seconds()):
             with contextlib.suppress(RuntimeError):  # a broken connection counts as no answer
                 self._has_alarm = alarm.is_set()
                 self._answered_at = time.monotonic()
 
-    def _is_late(self) -> bool:
-        """True if this rank may soon count as hung; then an alarm is likely, and the store is checked more often."""
-        return self._is_watched and time.monotonic() - self._since > self._shortest / 2
+    def _ask_seconds(self) -> float:
+        """Return the time to the next check: shorter if this rank may soon count as hung, as an alarm is likely."""
+        is_late = self._is_watched and time.monotonic() - self._since > self._shortest / 2
+        return _ASK_SECONDS / 4 if is_late else _ASK_SECONDS
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._end.wait(_TICK_SECONDS):
+        while not self._closed.wait(_TICK_SECONDS):
             now = time.monotonic()
             # Time in which this thread did not run does not count: the machine or the run was suspended.
             pause = max(now - last - 4 * _TICK_SECONDS, 0.0)
@@ -239,7 +240,7 @@ class Watchdog:
         answer = {
             "operation": self._operation,
             "step": self._step,
-            "stack": innermost_frames(sys._current_frames().get(self._main)),
+            "stack": innermost_frames(sys._current_frames().get(self._main_thread)),
             **recorded,
         }
         local_answer = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
@@ -301,4 +302,5 @@ def _kill(hung: Collection[int]) -> None:
         for process_id in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, number)
-        time.sleep(_AWAKE_SECONDS if number == signal.SIGCONT else 0.0)
+        if number == signal.SIGCONT:
+            time.sleep(_AWAKE_SECONDS)
