@@ -136,7 +136,7 @@ def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> Exp
 def why_not_in_levels(ranks: int, host_ranks: int | None) -> str | None:
     """Explain why the ranks that share experts cannot exchange tokens in two levels; None if they can. Arguments as in
     `expert_levels`."""
-    ranks_per_host = min(host_ranks if host_ranks is not None else ranks, ranks)
+    ranks_per_host = ranks if host_ranks is None else min(host_ranks, ranks)
     if ranks_per_host:  # 0: hosts have unequal numbers
         are_whole_hosts = ranks % ranks_per_host == 0
         divides_a_host = (host_ranks or ranks) % ranks_per_host == 0

@@ -94,6 +94,10 @@ class Parameter:
         """Number of blocks of rows that are separate matrices."""
         return len(self.hf_names)
 
+    def exists_in(self, shape: ModelShape) -> bool:
+        """Return whether a model of this shape has this parameter, if it has its part."""
+        return self.needs is None or bool(getattr(shape, self.needs))
+
     def block_rows(self, shape: ModelShape) -> tuple[int, ...]:
         """Return the number of rows of each separate matrix, in a model of this shape."""
         if self.head_rows:
@@ -279,7 +283,8 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
     the up matrix of an expert share A.
     """
     outputs, inputs = row.dims.split()[-2:]
-    experts, separator = ("E ", "_") if row.is_expert else ("", ".")
+    experts = "E " if row.is_expert else ""
+    separator = "_" if row.is_expert else "."
     sharded = {"tensor_dim": row.tensor_dim, "is_expert": row.is_expert, "needs": row.needs}
 
     def adapter_row(key: str, dims: str, group: str, initial, **options) -> Parameter:
@@ -323,7 +328,7 @@ _SCALES = {(row.name, key): _scales_of(row, key) for row in PARAMETERS if row.fp
 def base_families(shape: ModelShape, base_dtype: str) -> frozenset[str]:
     """Return the `fp8_family` values that a base in this format stores in it: families whose weights all divide into
     groups."""
-    rows = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)]
+    rows = [row for row in PARAMETERS if row.exists_in(shape)]
     base = BASE_FORMATS[base_dtype]
     sizes = [(row.fp8_family, row.hf_shape(shape)[-2:]) for row in rows if row.fp8_family]
     unfit = {family for family, (height, width) in sizes if height % base.rows or width % base.columns}
@@ -376,7 +381,7 @@ def find_parameter(name: str) -> Parameter:
 
 def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
     """Return the rows of these parts in a model of this shape, in the order of the table."""
-    return [row for row in PARAMETERS if row.part in parts and (row.needs is None or getattr(shape, row.needs))]
+    return [row for row in PARAMETERS if row.part in parts and row.exists_in(shape)]
 
 
 _LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", "layer", "moe")}
@@ -416,8 +421,9 @@ def adapter_layer(shape: ModelShape, adapter: AdapterConfig, index: int) -> list
     for row in ADAPTER_PARAMETERS:
         module = row.name.rpartition(".")[0]
         target = _TARGETS[module if row.is_expert else module.rpartition(".")[0]]
-        is_present = row.part in parts and (row.needs is None or getattr(shape, row.needs))
-        if is_present and target in adapter.targets and (row.group != "magnitude" or adapter.name == "dora"):
+        is_present = row.part in parts and row.exists_in(shape)
+        is_used = row.group != "magnitude" or adapter.name == "dora"
+        if is_present and is_used and target in adapter.targets:
             rank = adapter.rank if adapter.expert_rank is None or not row.is_expert else adapter.expert_rank
             rows.append(replace(row, rank=rank))
     return rows
