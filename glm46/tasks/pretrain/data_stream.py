@@ -124,11 +124,12 @@ def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, re
     """Count for each source how many of the stage's rows earlier stages and phases have read."""
     phase_counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
     same_rows = (stage.seq_len, stage.documents)
-    stages = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == same_rows]
+    earlier = [other for other in plan.text_stages if other.first < stage.first]
+    stages = [other for other in earlier if (other.seq_len, other.documents) == same_rows]
     totals = []
     for i in range(len(stage.weights)):
-        count = sum(_taken(s, s.stop - s.first).get(i, 0) for s in stages if s.stop is not None)
-        totals.append(count + phase_counts.get(_identity_of_rows(plan, manifests, i, stage), 0))
+        counts = [_taken(other, other.stop - other.first).get(i, 0) for other in stages if other.stop is not None]
+        totals.append(sum(counts) + phase_counts.get(_identity_of_rows(plan, manifests, i, stage), 0))
     return totals
 
 
