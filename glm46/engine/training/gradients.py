@@ -29,17 +29,9 @@ def global_grad_norm(
     """
     gradients_by_axes: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
-        gradient = parameter.grad
-        key: tuple = (None, ())  # not sharded
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            placements = gradient.placements
-            axes = tuple(i for i, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(i) > 1)
-            # Parameters on a single rank are summed like ones without FSDP2: in the same order, to the same bits.
-            key = (mesh, axes) if axes else key
-            gradient = gradient.to_local()
-        if gradient is not None:
-            gradients_by_axes.setdefault(key, []).append(gradient)
+        if parameter.grad is not None:
+            local_gradient, axes = _part_and_axes(parameter.grad)
+            gradients_by_axes.setdefault(axes, []).append(local_gradient)
     total = torch.zeros((), device=device)  # a pipeline stage may have no trained parameters
     for (mesh, axes), gradients in gradients_by_axes.items():
         sum_of_squares = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
@@ -49,6 +41,17 @@ def global_grad_norm(
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     return total.sqrt()
+
+
+def _part_and_axes(gradient: Tensor) -> tuple[Tensor, tuple]:
+    """Return this rank's part, and the mesh with the axes that shard the gradient; (None, ()) if none does."""
+    if not isinstance(gradient, DTensor):
+        return gradient, (None, ())
+    mesh = gradient.device_mesh
+    placements = gradient.placements
+    axes = tuple(i for i, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(i) > 1)
+    # Parameters on a single rank are summed like ones without FSDP2: in the same order, to the same bits.
+    return gradient.to_local(), (mesh, axes) if axes else (None, ())
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ import gc
 import shlex
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,37 +67,49 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
             observer.message("\n".join(lines))
         gc.collect()
         observer.step_begins(progress.step + 1)
-    gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at the same step instead
-    while progress.tokens < plan.budget_tokens:
-        # Not watched: the watchdog of steps cannot know how long completions take.
-        with services.watchdog.unwatched("preparing the step"), observer.phase("prepare"):
-            columns = task.prepare(progress, services.stop)
-        step = begin_step(task, services, progress)
-        if step.must_stop:
-            break
-        batches = step.batches
-        totals = step.totals
-        if batches.note:
-            observer.message(batches.note)
-        clock = progress.curriculum_tokens
-        step_tokens = batches.sequences * batches.seq_len
-        lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, step_tokens)
+    with _collecting_on_all_ranks_at_once():
+        while progress.tokens < plan.budget_tokens:
+            # Not watched: the watchdog of steps cannot know how long completions take.
+            with services.watchdog.unwatched("preparing the step"), observer.phase("prepare"):
+                columns = task.prepare(progress, services.stop)
+            step = begin_step(task, services, progress)
+            if step.must_stop:
+                break
+            batches = step.batches
+            totals = step.totals
+            if batches.note:
+                observer.message(batches.note)
+            clock = progress.curriculum_tokens
+            step_tokens = batches.sequences * batches.seq_len
+            lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, step_tokens)
 
-        # single training step
-        services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
-        micro_batches = task.complete(batches.micro_batches)
-        outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
-        progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
-        flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
-        model_seconds = batches.model_seconds + outcome.gradient_seconds
-        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, step_tokens, model_seconds)
+            # single training step
+            services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
+            micro_batches = task.complete(batches.micro_batches)
+            outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
+            progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
+            flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
+            model_seconds = batches.model_seconds + outcome.gradient_seconds
+            metrics.throughput.add_step(
+                batches.computed_tokens, batches.read_seconds, flops, step_tokens, model_seconds
+            )
 
-        validation = end_step(task, services, progress, step, outcome, lr_factor, columns)
-    gc.enable()
+            validation = end_step(task, services, progress, step, outcome, lr_factor, columns)
     observer.steps_end()
     services.watchdog.close()
     services.saver.finish(progress, validation)
     return _end(task, services, progress, weights)
+
+
+@contextmanager
+def _collecting_on_all_ranks_at_once() -> Iterator[None]:
+    """Disable automatic garbage collection, which on one rank makes all others wait: `end_step` collects on all ranks
+    at the same step."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:

@@ -1,5 +1,6 @@
 """A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked."""
 
+import gc
 import json
 import os
 import shlex
@@ -395,6 +396,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(make_config, monkeypatch):
     poison(monkeypatch, {2, 3, 5, 6, 7})
     with pytest.raises(Diverged, match="max_skipped_steps = 2: 3 steps in a row"):
         train(config)
+    assert gc.isenabled()  # also after an error
     assert training_rows(config)[-1]["step"] == 7  # step 7 was the third in a row
 
 
