@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, process_count, require_writable, verb_parser
@@ -37,7 +37,7 @@ def preflight_command(argv: Sequence[str]) -> int:
         if arguments.local:
             raise UserError("command line: --hostfile with --local: one is many hosts, the other this one; remove one")
         return over_ssh(arguments, overrides)
-    nodes = Nodes() if arguments.local else detect_nodes(set_variables(VARIABLES), socket.gethostname())
+    nodes = Nodes() if arguments.local else detect_nodes(variables_that_are_set(VARIABLES), socket.gethostname())
     return Preflight(arguments, overrides, config, nodes).run()
 
 

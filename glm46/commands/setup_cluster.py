@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
@@ -47,7 +47,7 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         return 0
     arguments = _parser().parse_args(argv)
     hosts = _checked_hosts(arguments)
-    connection = "srun" if arguments.type == "slurm" and "SLURM_JOB_ID" in set_variables(VARIABLES) else "ssh"
+    connection = "srun" if arguments.type == "slurm" and "SLURM_JOB_ID" in variables_that_are_set(VARIABLES) else "ssh"
     states = check_hosts(hosts, connection, arguments)
     for host, state in zip(hosts, states, strict=True):
         print(f"{host.name}: {state.versions}, driver {state.driver}, {state.gpus} GPUs, {state.network}")

@@ -1,7 +1,8 @@
 """Combine numbers of all ranks on the host, in a number of rounds that grows with the logarithm of the ranks.
 
 gloo's all-reduce is a ring: each of its 2 (N - 1) messages waits for the previous one. That is right for large tensors.
-For a few numbers before each step of thousands of ranks, it would take longer than the optimizer that should hide it.
+For a few numbers before each step of thousands of ranks, it would take longer than the optimizer update that the GPUs
+still compute, and they would wait.
 """
 
 from collections.abc import Callable

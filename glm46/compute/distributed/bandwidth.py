@@ -13,6 +13,7 @@ from glm46.run.sizes import PROBE_BYTES
 _ROUNDS = 4
 """Measured rounds. The first one connects and synchronises the ranks; it does not count."""
 _PARTS_SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+"""How often each of N ranks sends N - 1 parts of a tensor of N parts."""
 
 
 def bus_bandwidth(collective: str, size: int, seconds: float, ranks: int) -> float:
@@ -52,7 +53,8 @@ class BandwidthProbe:
     def __init__(self, cluster: Cluster, interval: int, ranks_per_node: int):
         self._device = cluster.device
         self._groups = {}
-        for axis, group in cluster.meshes.groups().items() if interval else ():
+        groups_by_axis = cluster.meshes.groups() if interval else {}
+        for axis, group in groups_by_axis.items():
             ranks = dist.get_process_group_ranks(group)
             reach = "node" if len({rank // ranks_per_node for rank in ranks}) == 1 else "nodes"
             if len(ranks) > 1:
@@ -60,7 +62,8 @@ class BandwidthProbe:
         self._interval = interval if self._groups else 0
         # Allocated now: a run without memory for it must fail at the start, not in the middle.
         size = PROBE_BYTES["cpu" if self._device.type == "cpu" else "gpu"]
-        self._tensor = torch.zeros(size // 4 if self._interval else 0, device=self._device)
+        entries = size // torch.float32.itemsize if self._interval else 0
+        self._tensor = torch.zeros(entries, dtype=torch.float32, device=self._device)
 
     def is_due(self, step: int) -> bool:
         """Return whether to measure after this step; equal on all ranks."""
@@ -72,10 +75,11 @@ class BandwidthProbe:
         size = self._tensor.nbytes
         calls = [partial(dist.all_reduce, self._tensor, group=group) for group in self._groups.values()]
         times = [[seconds_of(call, self._device) for _ in range(_ROUNDS)] for call in calls]
-        slowest = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds_of_slowest = torch.tensor(times, dtype=torch.float64)  # [groups, rounds]
+        dist.all_reduce(seconds_of_slowest, dist.ReduceOp.MAX)
+        fastest_rounds = seconds_of_slowest[:, 1:].amin(1).tolist()
         columns: dict[str, float] = {}
-        for (name, group), seconds in zip(self._groups.items(), slowest[:, 1:].amin(1).tolist(), strict=True):
+        for (name, group), seconds in zip(self._groups.items(), fastest_rounds, strict=True):
             bus = bus_bandwidth("all-reduce", size, seconds, group.size())
             values = {"allreduce_ms": seconds * 1e3, "allreduce_bandwidth": size / seconds / 1e9, "bus_bandwidth": bus}
             columns |= {f"{column}/{name}": value for column, value in values.items()}

@@ -11,7 +11,10 @@ from glm46.compute.distributed.agreement import combine_on_host
 from glm46.config.errors import UnreadableError, UserError
 
 _Result = TypeVar("_Result")
-_MARK = re.compile("|".join(f"{kind.__module__}.{kind.__qualname__}: " for kind in (UserError, UnreadableError)))
+_END_OF_TRACEBACK = re.compile(
+    "|".join(f"{kind.__module__}.{kind.__qualname__}: " for kind in (UserError, UnreadableError))
+)
+"""What Python prints between a traceback and the message of its error."""
 
 
 def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
@@ -59,10 +62,13 @@ def raise_on_all_ranks(error: UserError | None) -> NoReturn:
             errors are.
     """
     gathered: list[tuple[tuple[str, ...], bool] | None] = [None] * dist.get_world_size()
-    is_unreadable = isinstance(error, UnreadableError)
-    # A worker process of the loader puts a traceback before the fault.
-    local = None if error is None else (tuple(_MARK.split(text)[-1].strip() for text in error.faults), is_unreadable)
+    local = None
+    if error is not None:
+        # A worker process of the loader puts a traceback before the fault.
+        messages = tuple(_END_OF_TRACEBACK.split(text)[-1].strip() for text in error.faults)
+        local = (messages, isinstance(error, UnreadableError))
     dist.all_gather_object(gathered, local)
-    errors = [state for state in gathered if state is not None]
-    faults = dict.fromkeys(fault for faults, _ in errors for fault in faults)
-    raise (UnreadableError if all(unreadable for _, unreadable in errors) else UserError)(*on_first_rank(*faults))
+    errors = [error_of_rank for error_of_rank in gathered if error_of_rank is not None]
+    faults = dict.fromkeys(fault for faults, _ in errors for fault in faults)  # each once, in order
+    kind = UnreadableError if all(is_unreadable for _, is_unreadable in errors) else UserError
+    raise kind(*on_first_rank(*faults))

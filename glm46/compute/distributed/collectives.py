@@ -20,15 +20,16 @@ class _StartExchange(torch.autograd.Function):
         ctx.exchange = exchange
         if exchange.is_left_out:
             return rows.new_empty(sum(exchange.receive), *rows.shape[1:])
-        sizes = exchange.receive, exchange.send, exchange.group
-        received, exchange.work = compat.start_exchange(rows.contiguous(), *sizes, is_kept=exchange.part == "rows")
-        return received
+        in_flight, exchange.work = compat.start_exchange(
+            rows.contiguous(), exchange.receive, exchange.send, exchange.group, is_kept=exchange.part == "rows"
+        )
+        return in_flight
 
     @staticmethod
     def backward(ctx, _: Tensor):
-        grad = ctx.exchange.returning
+        arriving_grad = ctx.exchange.returning
         ctx.exchange.returning = None
-        return compat.wait_for_exchange(*grad), None
+        return compat.wait_for_exchange(*arriving_grad), None
 
 
 class _FinishExchange(torch.autograd.Function):
@@ -46,6 +47,7 @@ class _FinishExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         exchange = ctx.exchange
+        # The rows return: what was received is sent.
         exchange.returning = compat.start_exchange(grad.contiguous(), exchange.send, exchange.receive, exchange.group)
         return grad, None  # reaches only `_StartExchange`; autograd requires the shape of the received rows
 
@@ -59,7 +61,7 @@ class Exchange:
     Args:
         send: rows for each rank of the group.
         receive: rows from each rank of the group.
-        part: "rows", kept by selective checkpointing, or "first hop" or "back", which need not be kept: a
+        part: see `Part`. Selective checkpointing keeps the result of "rows"; the others need not be kept, because a
             recomputation may skip them (`recomputation`).
     """
 
@@ -72,7 +74,7 @@ class Exchange:
         """Whether the exchange is skipped; the rows that `finish` returns are then undefined."""
         self.work: dist.Work | None = None
         self.returning: compat.Arriving | None = None
-        """In backward, the gradient of `rows` in transit."""
+        """In backward, the gradient of the rows of `start`, in transit."""
 
     def start(self, rows: Tensor) -> Tensor:
         """Send [sum(send), ...], the first send[0] rows to the first rank, and so on. The result, which `finish` takes,
@@ -139,10 +141,11 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = part.new_empty(ranks * part.shape[0], *part.shape[1:])
     with waiting_for_ranks():
         compat.gather_rows(out, part.contiguous(), group)
-    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)  # [ranks, B, s, ...] to [B, ranks * s, ...]
 
 
-def _scatter(sequence: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum_and_scatter(sequence: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # [B, ranks * s, ...] to [ranks * B, s, ...]: the part of each rank is contiguous.
     parts = sequence.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
     out = parts.new_empty(sequence.shape[0], *parts.shape[1:])
     with waiting_for_ranks():
@@ -154,20 +157,21 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the parts of a sequence over a group; backward sums the gradients of all ranks. Collective.
 
     Args:
-        x: [B, s, ...], of equal size on all ranks.
+        x: [B, s, ...], of equal shape on all ranks.
 
     Returns:
         [B, ranks * s, ...], in rank order.
     """
     if torch.compiler.is_compiling():
         return compat.gather_in_graph(x, 1, group)
-    return _Differentiable.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
+    return _Differentiable.apply(x, partial(_gather, group=group), partial(_sum_and_scatter, group=group))
 
 
 def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank already has the
     full gradient, and backward takes this rank's part of it. Collective."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     return _Differentiable.apply(x, partial(_gather, group=group), lambda grad: grad.chunk(ranks, dim=1)[rank])
 
 
@@ -182,4 +186,4 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return compat.scatter_sum_in_graph(x, 1, group)
-    return _Differentiable.apply(x, partial(_scatter, group=group), partial(_gather, group=group))
+    return _Differentiable.apply(x, partial(_sum_and_scatter, group=group), partial(_gather, group=group))

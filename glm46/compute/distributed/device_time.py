@@ -43,7 +43,7 @@ class OwnDeviceTime:
                     module.register_forward_pre_hook(self._wait_ends)
 
     def step_begins(self) -> None:
-        """Measure the next call of each layer."""
+        """Measure the next call of each layer; from now on `seconds` reads the step that has ended."""
         self._previous = (self._forwards, self._waits)
         self._forwards = []
         self._waits = []
@@ -68,7 +68,8 @@ class OwnDeviceTime:
         global _measuring
         if layer in self._unmeasured:
             self._unmeasured.remove(layer)
-            self._began, _measuring = self._mark(), self
+            self._began = self._mark()
+            _measuring = self
 
     @torch.compiler.disable
     def _leave(self, *_call: object) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 RANK_MARK = "TORCHELASTIC_USE_AGENT_STORE"
 """Variable that torchrun sets for each of its processes, to any value. Job systems also set others, such as RANK."""
 
-_TEMPORARY = threading.Lock()
+_TEMPORARY_LOCK = threading.Lock()
 
 
 def visible_gpus() -> str | None:
@@ -26,7 +26,7 @@ def ranks_of_another_launcher() -> dict[str, str]:
     no such launcher. Job systems set them for each pod or task, whatever runs there."""
     if RANK_MARK in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return {}
-    return set_variables(("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    return variables_that_are_set(("WORLD_SIZE", "RANK", "LOCAL_RANK"))
 
 
 def forget_other_local_rank() -> None:
@@ -35,7 +35,7 @@ def forget_other_local_rank() -> None:
         os.environ.pop("LOCAL_RANK", None)
 
 
-def set_variables(names: Sequence[str]) -> dict[str, str]:
+def variables_that_are_set(names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables among `names` that are set, with their values."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -62,21 +62,21 @@ def environment_without_ranks() -> dict[str, str]:
 
 def launched_rank() -> int:
     """Return the rank of this process among the processes of torchrun; 0 if it did not start this one."""
-    return _of_rank("RANK", 0)
+    return _number_from_torchrun("RANK", 0)
 
 
 def launched_local_rank() -> int:
     """Return the local rank of this process among the processes of torchrun on its node; 0 if it did not start this
     one."""
-    return _of_rank("LOCAL_RANK", 0)
+    return _number_from_torchrun("LOCAL_RANK", 0)
 
 
 def launched_local_world_size() -> int:
     """Return the number of processes that torchrun started on this node; 1 if it did not start this one."""
-    return _of_rank("LOCAL_WORLD_SIZE", 1)
+    return _number_from_torchrun("LOCAL_WORLD_SIZE", 1)
 
 
-def _of_rank(name: str, default: int) -> int:
+def _number_from_torchrun(name: str, default: int) -> int:
     return int(os.environ.get(name, default)) if RANK_MARK in os.environ else default
 
 
@@ -101,7 +101,7 @@ def set_variable(name: str, value: str) -> None:
 @contextmanager
 def temporary_variable(name: str, value: str) -> Iterator[None]:
     """Set a variable inside this context, for a constructor that reads it; other threads that call this wait."""
-    with _TEMPORARY:
+    with _TEMPORARY_LOCK:
         previous = os.environ.get(name)
         os.environ[name] = value
         try:

@@ -1,4 +1,4 @@
-"""Process groups with the timeout of the group of all ranks; without one, torch gives a new group its own default."""
+"""Process groups with the timeout of the group of all ranks; torch alone would give a new group its own default."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
         return dist.group.WORLD
     timeout = compat.group_timeout(dist.group.WORLD)
     rank = dist.get_rank()
-    if dist.group.WORLD.bound_device_id is None:
+    if dist.group.WORLD.bound_device_id is None:  # on the CPU: gloo cannot split, so all ranks create every group
         groups: list[Any] = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
         return groups[int((parts == rank).any(1).nonzero())]
     group: Any = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)

@@ -21,11 +21,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def copy_to_device(value: _Value, device: torch.device) -> _Value:
     """Copy from the CPU without waiting for the GPU, unlike a copy from pageable memory."""
-    # A tensor whose elements share memory, for example after `expand`, cannot be pinned.
-    source: Any = value.contiguous() if device.type == "cuda" and isinstance(value, Tensor) else value
-    if device.type != "cuda":
-        return source.to(device, non_blocking=True)
-    return source.pin_memory().to(device, non_blocking=True)
+    source: Any = value
+    if device.type == "cuda":
+        # A tensor whose elements share memory, for example after `expand`, cannot be pinned.
+        source = source.contiguous() if isinstance(source, Tensor) else source
+        source = source.pin_memory()
+    return source.to(device, non_blocking=True)
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:

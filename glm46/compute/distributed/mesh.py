@@ -39,6 +39,7 @@ class Meshes:
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Return this rank's group of each axis by name; an axis of two meshes appears once."""
         meshes = [mesh for mesh in (self.dense, self.expert_shard, self.expert, self.tensor) if mesh is not None]
+        # Reversed, so that the first mesh with an axis gives its group.
         mesh_groups = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names or ()}
         other_groups = {"cp": None if self.sequence is None else self.sequence.group, "pp": self.pipeline}
         return mesh_groups | {axis: group for axis, group in other_groups.items() if group is not None}
@@ -65,7 +66,8 @@ class Cluster:
 
 def build_cluster(plan: Plan, process: Process) -> Cluster:
     """Build the cluster of this plan. Collective."""
-    levels = None if plan.config.parallelism.expert_exchange == "deepep" else plan.expert_levels
+    is_deepep = plan.config.parallelism.expert_exchange == "deepep"  # makes the levels itself, in one group
+    levels = None if is_deepep else plan.expert_levels
     return Cluster(process, plan.layout, build_meshes(plan.layout, process.device.type, levels))
 
 
@@ -82,7 +84,7 @@ def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None =
 
     def group(ranks: Tensor, axis: int) -> dist.ProcessGroup:
         parts = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
-        key = (ranks.shape[axis], *parts.flatten().tolist())
+        key = (ranks.shape[axis], *parts.flatten().tolist())  # size of the groups, then all their ranks
         if key not in groups:
             groups[key] = group_of_partition(parts)
         return groups[key]
@@ -95,31 +97,32 @@ def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None =
     stages = {"pp": layout.pp} if layout.pp > 1 else {}
     replicas = {"dp_replicate": layout.dp_replicate} if layout.dp_replicate > 1 else {}
     tensor_axis = {"tp": layout.tp} if layout.tp > 1 else {}
-    ranks = make_mesh(**stages, **replicas, shard=layout.dense_shards, **tensor_axis)
+    whole = make_mesh(**stages, **replicas, shard=layout.dense_shards, **tensor_axis)
     sequence = None
     if layout.cp > 1:
-        context = group(torch.arange(layout.world_size).view(-1, layout.cp, layout.tp), 1)
-        sequence = SequenceShard(context, layout.cp, context.rank())
-    dense = _submesh(ranks, *replicas, "shard")
+        context_group = group(torch.arange(layout.world_size).view(-1, layout.cp, layout.tp), 1)
+        sequence = SequenceShard(context_group, layout.cp, context_group.rank())
+    dense = _submesh(whole, *replicas, "shard")
     expert_shard = dense
     expert = None
     expert_hosts = None
     if layout.ep > 1 or layout.tp > 1:
         expert_axis = {"ep": layout.ep} if layout.ep > 1 else {}
-        sparse = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **expert_axis)
-        expert_shard = _submesh(sparse, *replicas, "efsdp")
-        expert = sparse["ep"] if expert_axis else None
+        whole_for_experts = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **expert_axis)
+        expert_shard = _submesh(whole_for_experts, *replicas, "efsdp")
+        expert = whole_for_experts["ep"] if expert_axis else None
         if levels is not None:
             by_host = torch.arange(layout.world_size).view(-1, *levels)
-            expert_hosts = group(by_host, 1) if levels.hosts > 1 else None, group(by_host, 2)
+            across_hosts = group(by_host, 1) if levels.hosts > 1 else None
+            expert_hosts = (across_hosts, group(by_host, 2))
     return Meshes(
         dense,
         expert_shard,
         expert,
         expert_hosts,
         sequence,
-        tensor=ranks["tp"] if tensor_axis else None,
-        pipeline=ranks["pp"].get_group() if stages else None,
+        tensor=whole["tp"] if tensor_axis else None,
+        pipeline=whole["pp"].get_group() if stages else None,
     )
 
 

@@ -56,7 +56,7 @@ def join(timeout_seconds: int) -> Process:
         device = torch.device("cpu")
         backend = "gloo"
         device_id = None
-    store = dist.HashStore() if world_size == 1 else None
+    store = dist.HashStore() if world_size == 1 else None  # one process needs no port; None: by torchrun's variables
     dist.init_process_group(
         backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=device_id
     )
@@ -66,8 +66,8 @@ def join(timeout_seconds: int) -> Process:
 def ranks_of_every_host() -> int:
     """Return the number of ranks of this run on each host; 0 if hosts have unequal numbers. Collective."""
     local = launched_local_world_size()
-    extremes = combine_on_host(torch.tensor([local, -local]), torch.maximum)
-    return local if extremes.tolist() == [local, -local] else 0
+    largest, negative_smallest = combine_on_host(torch.tensor([local, -local]), torch.maximum).tolist()
+    return local if largest == -negative_smallest else 0
 
 
 def use_deterministic_kernels() -> None:

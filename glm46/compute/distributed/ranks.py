@@ -92,7 +92,7 @@ class Ranks:
         return box[0]
 
     def _call(self, collective: Callable, *arguments: object, **options: object) -> None:
-        if self.group is not None:
+        if self.group is not None:  # a rank alone already has its own value as the result
             try:
                 collective(*arguments, group=self.group, **options)
             except RuntimeError as error:
@@ -136,13 +136,14 @@ class CollectiveStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, (CheckpointError, RankLostError)):  # all ranks have raised the former already
+        if isinstance(error, (CheckpointError, RankLostError)):  # all ranks raise the former; the latter ends exchanges
             return
-        if error is not None and error is self._ranks.interrupt:
+        if error is not None and error is self._ranks.interrupt:  # an inner stage has reported it
             return
         fault = None if error is None else describe_fault(self._ranks.rank, self._name, error)
         states = self._ranks.all_gather((fault, self.value is not None))
         faults = [fault for fault, _ in states if fault is not None]
+        first_has_value, *others_have_value = [has_value for _, has_value in states]
         if error is not None and not isinstance(error, Exception):
             self._ranks.interrupt = error  # it propagates; the other ranks have the fault
             return
@@ -152,10 +153,10 @@ class CollectiveStage:
             self.value = self._ranks.scatter(self.value)
         elif self._to == "first":
             self.values = self._ranks.gather(self.value)
-        elif any(has_value for _, has_value in states[1:]):
+        elif any(others_have_value):
             self.values = self._ranks.all_gather(self.value)
         else:  # only rank 0 has a value; an all-gather would pad every rank's entry to the size of the largest
-            first = self._ranks.of_first(self.value) if states[0][1] else None
+            first = self._ranks.of_first(self.value) if first_has_value else None
             self.values = [first, *[None] * (self._ranks.size - 1)]
 
 

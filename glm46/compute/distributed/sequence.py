@@ -53,7 +53,7 @@ class SequenceShard:
 
 
 def _pick(tensor: Tensor, places_BS: Tensor) -> Tensor:
-    if tensor.ndim == 4:
+    if tensor.ndim == 4:  # [B, S, L, A], see `SequenceShard.cut`
         return tensor[torch.arange(len(tensor)).unsqueeze(1), places_BS]
     if tensor.ndim == 3:
         places_BS = places_BS.unsqueeze(1).expand(-1, tensor.shape[1], -1)
@@ -98,7 +98,7 @@ def _deal(runs: list[tuple[int, int]], ranks: int) -> np.ndarray:
     runs_of_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     for length, start in sorted(runs, key=lambda run: (-run[0], run[1])):
-        tokens, rank = heap[0]
+        rank_tokens, rank = heap[0]  # the rank with the fewest tokens so far
         runs_of_rank[rank].append(np.arange(start, start + length))
-        heapq.heapreplace(heap, (tokens + length, rank))
+        heapq.heapreplace(heap, (rank_tokens + length, rank))
     return np.concatenate([run for rank_runs in runs_of_rank for run in rank_runs])

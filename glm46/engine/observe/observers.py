@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from glm46.compute.distributed.environment import launched_rank, set_variables
+from glm46.compute.distributed.environment import launched_rank, variables_that_are_set
 from glm46.config.checkpoint import MetricsConfig
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
@@ -44,7 +44,7 @@ def observing(folder: Path, metrics: MetricsConfig) -> Iterator["Observers"]:
     Args:
         folder: job.dump_folder.
     """
-    times = StartTimes.inherited(set_variables([START_TIMES]))
+    times = StartTimes.inherited(variables_that_are_set([START_TIMES]))
     warnings = KeptWarnings()
     port = metrics.prometheus_port if launched_rank() == 0 else None
     exporter = Exporter(folder.name, port, partial(print, flush=True))

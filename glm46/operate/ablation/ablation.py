@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from glm46.compute.distributed.environment import set_variables, visible_gpus
+from glm46.compute.distributed.environment import variables_that_are_set, visible_gpus
 from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import lock_run, writing
 from glm46.operate.ablation.ablation_runs import plan_ablation
@@ -20,7 +20,7 @@ def run_ablation(arguments: argparse.Namespace, overrides: Sequence[str], comman
     Args:
         command: the command that the report names.
     """
-    nodes = detect_nodes(set_variables(VARIABLES), "")
+    nodes = detect_nodes(variables_that_are_set(VARIABLES), "")
     if nodes.count > 1:
         raise UserError(f"environment: {nodes.count} nodes: ablate trains on one node; unset NNODES, or start it once")
     machine = detect_machine(visible_gpus())

@@ -15,7 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from glm46.compute.distributed.environment import set_variables, share_cores, variables_that_begin, visible_gpus
+from glm46.compute.distributed.environment import (
+    share_cores,
+    variables_that_are_set,
+    variables_that_begin,
+    visible_gpus,
+)
 from glm46.config.check import check_config
 from glm46.config.loader import dump_config
 from glm46.config.parallelism import ParallelismConfig
@@ -190,7 +195,7 @@ def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
     results, and the others are checked without them."""
     began = time.monotonic()
     hosts = read_hostfile(arguments.hostfile)
-    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, variables_that_are_set(VARIABLES), arguments.hostfile)
     faults = unreachable(hosts)
     remedy = "correct it, or take the host out of the hostfile"
     results = [Result("ssh", FAIL, fault, "an answer", remedy, host) for host, fault in faults.items()]

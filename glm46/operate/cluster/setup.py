@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import glm46
-from glm46.compute.distributed.environment import set_variables, variables_that_begin, visible_gpus
+from glm46.compute.distributed.environment import variables_that_are_set, variables_that_begin, visible_gpus
 from glm46.config.errors import UserError, raise_if
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import detect_machine, driver_version
@@ -48,7 +48,7 @@ class HostState(NamedTuple):
 
 def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
     """Return the hosts of --hostfile or of the allocation, and the file or variable that lists them."""
-    variables = set_variables(VARIABLES)
+    variables = variables_that_are_set(VARIABLES)
     if arguments.hostfile is not None:
         return arguments.hostfile, read_hostfile(arguments.hostfile)
     if arguments.type == "slurm" and "SLURM_JOB_NODELIST" in variables:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.compute.distributed.environment import launched_world_size, set_variables
+from glm46.compute.distributed.environment import launched_world_size, variables_that_are_set
 from glm46.config.options import SCRIPT_VARIABLE, VERBS, VerbParser, verb_parser
 
 
@@ -42,7 +42,7 @@ def parse_with_overrides(
             has printed it.
     """
     arguments, overrides = parser.parse_known_args(argv)
-    is_printed = launched_world_size() or set_variables([SCRIPT_VARIABLE]) or "--from-hostfile" in argv
+    is_printed = launched_world_size() or variables_that_are_set([SCRIPT_VARIABLE]) or "--from-hostfile" in argv
     if is_start and not is_printed:
         print(f"starting     {shlex.join([str(arguments.config), *overrides])}", flush=True)
     # Imported here: the classes of keys take longer to import than all before the first line.

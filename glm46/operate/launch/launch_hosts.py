@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from glm46.compute.distributed.environment import set_variables, variables_that_begin
+from glm46.compute.distributed.environment import variables_that_are_set, variables_that_begin
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES
@@ -65,7 +65,7 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
         UserError: hostfile or config have faults, or hosts cannot be reached.
     """
     hosts = read_hostfile(arguments.hostfile)
-    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, variables_that_are_set(VARIABLES), arguments.hostfile)
     processes = hosts[0].slots or arguments.nproc
     config = load_run(arguments, overrides, None)
     if processes is not None and check_config(config, world_size=processes * len(hosts)):

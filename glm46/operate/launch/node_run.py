@@ -4,7 +4,7 @@
 import argparse
 from pathlib import Path
 
-from glm46.compute.distributed.environment import set_variables, share_cores
+from glm46.compute.distributed.environment import share_cores, variables_that_are_set
 from glm46.config.errors import UserError
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES
 from glm46.engine.observe.start_times import StartTimes
@@ -46,7 +46,7 @@ def run_node(ready: ReadyNode, arguments: argparse.Namespace, signals: LauncherS
                 _prepare(ready.plan)
             number_of_start = arguments.from_hostfile
             if number_of_start is not None:  # `launch_hosts` counts the starts, and repeats this command
-                end = start(number_of_start, StartTimes.inherited(set_variables([START_TIMES])))
+                end = start(number_of_start, StartTimes.inherited(variables_that_are_set([START_TIMES])))
             else:
                 end = keep_running(start, saved.newest, arguments.max_restarts)
         if end.code == 0 and nodes.rank == 0:

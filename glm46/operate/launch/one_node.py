@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm46.compute.distributed.environment import set_variables, visible_gpus
+from glm46.compute.distributed.environment import variables_that_are_set, visible_gpus
 from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
 from glm46.config.command_line import Start, module_command
@@ -81,7 +81,7 @@ def check_node(arguments: argparse.Namespace, overrides: Sequence[str], number: 
     nproc = arguments.nproc
     max_restarts = arguments.max_restarts
     config = load_run(arguments, overrides, None)
-    nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
+    nodes = detect_nodes(variables_that_are_set(VARIABLES), socket.gethostname())
     nproc = nproc or nodes.processes
     if nodes.count > 1:
         refuse_ports(nodes, max_restarts, config.metrics.prometheus_port)
@@ -94,7 +94,7 @@ def check_node(arguments: argparse.Namespace, overrides: Sequence[str], number: 
     if fault:
         raise UserError(f"{config_file}: {fault}")
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
-    script = set_variables([SCRIPT_VARIABLE]).get(SCRIPT_VARIABLE)
+    script = variables_that_are_set([SCRIPT_VARIABLE]).get(SCRIPT_VARIABLE)
     if arguments.hostfile is not None and script is None:
         options += ["--hostfile", str(arguments.hostfile)]
     typed = Start(config_file, tuple(overrides), options=tuple(options), processes=nproc, script=script)

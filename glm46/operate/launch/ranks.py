@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from glm46.compute.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
+from glm46.compute.distributed.environment import launched_world_size, share_cores, variables_that_are_set, visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.generation_degrees import Degrees, degree_faults
 from glm46.config.model import ModelShape
@@ -21,7 +21,7 @@ def processes(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: it is not a number.
     """
-    ngpu = set_variables([PROCESSES]).get(PROCESSES, "1")
+    ngpu = variables_that_are_set([PROCESSES]).get(PROCESSES, "1")
     if arguments.nproc is None and not (ngpu.isdecimal() and int(ngpu)):
         raise UserError(f"{PROCESSES} = {ngpu}: expected a number of processes; correct it, or give --nproc")
     return launched_world_size() or arguments.nproc or int(ngpu)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
@@ -150,7 +150,7 @@ class SavedSteps:
         script of this job, if that script has set the file."""
         with suppress(OSError, KeyError):
             state = f"newest_step={self.newest()}\nlost_hosts={shlex.quote(' '.join(hosts))}\n"
-            Path(set_variables([_STATE])[_STATE]).write_text(state)
+            Path(variables_that_are_set([_STATE])[_STATE]).write_text(state)
 
     def _missing(self) -> str:
         if not _steps(self._folder):
@@ -162,7 +162,7 @@ class SavedSteps:
 def known_step() -> int:
     """Return the step of the newest checkpoint of earlier starts of this job; 0 without one or without a job script."""
     with suppress(OSError, KeyError):
-        state = Path(set_variables([_STATE])[_STATE]).read_text()
+        state = Path(variables_that_are_set([_STATE])[_STATE]).read_text()
         match = re.search(r"^newest_step=(\d+)$", state, re.MULTILINE)
         if match:
             return int(match[1])

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import glm46
-from glm46.compute.distributed.environment import set_variables, visible_gpus
+from glm46.compute.distributed.environment import variables_that_are_set, visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.presets import resolve_shape
@@ -113,7 +113,7 @@ class ServerPlan:
         self._gpu = gpu
         self._folder = folder
         self.on_cpu = gpu.name == _CPU
-        self._python = set_variables([_PYTHON]).get(_PYTHON)
+        self._python = variables_that_are_set([_PYTHON]).get(_PYTHON)
         if self.on_cpu and self._python is None:
             raise UserError(
                 f"{_PYTHON}: not set, and this machine has no GPU; set it to a Python of deploy/vllm/install_cpu.sh, "

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.errors import UserError
 from glm46.files.scratch import scratch_folder
 from glm46.storage.judge.equal_results import math_verify_version
@@ -140,12 +140,12 @@ def _jail_of(program: str, language: str) -> str:
 
 def _environment(folder: str) -> dict[str, str]:
     """Return the environment of a compiler: variables that locate its files, but no secrets."""
-    return set_variables(_COMPILER_VARIABLES) | {"TMPDIR": folder}
+    return variables_that_are_set(_COMPILER_VARIABLES) | {"TMPDIR": folder}
 
 
 def _readable_by(command: Sequence[str]) -> tuple[str, ...]:
     """Return the places outside the system that a compiler reads: of its program, and of rustup's toolchains."""
-    variables = set_variables(_COMPILER_VARIABLES)
+    variables = variables_that_are_set(_COMPILER_VARIABLES)
     toolchains = variables.get("RUSTUP_HOME") or str(Path.home() / ".rustup")
     return (*places_of(command[:1], variables), *([toolchains] if Path(toolchains).is_dir() else []))
 

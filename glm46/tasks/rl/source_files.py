@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.rl import RLConfig
 from glm46.config.rl_data import EnvironmentConfig
 from glm46.files.durable import hash_file
@@ -91,7 +91,7 @@ def _is_file(word: str) -> bool:
 
 def _files_of_programs(environment: EnvironmentConfig) -> set[Path]:
     """Return the files of the commands of an environment, with the modules that Python programs import."""
-    search_path = set_variables(["PYTHONPATH"]).get("PYTHONPATH", "")
+    search_path = variables_that_are_set(["PYTHONPATH"]).get("PYTHONPATH", "")
     folders = [folder for folder in search_path.split(os.pathsep) if folder]
     files = set[Path]()
     for command in (environment.command, environment.score_command):

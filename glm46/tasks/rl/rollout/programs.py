@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.printable import printable
 from glm46.files.local_disk import real_path
 from glm46.files.scratch import async_scratch_folder
@@ -137,7 +137,7 @@ class Programs:
         Raises:
             OSError, ValueError: it cannot be started.
         """
-        environment = _with_absolute_folders(set_variables(self._names)) | dict(variables)
+        environment = _with_absolute_folders(variables_that_are_set(self._names)) | dict(variables)
         places = [*places_of(command, environment), *self._allowed]
         if self._jail != NO_JAIL or judged is not None:
             environment |= {"HOME": folder, "TMPDIR": folder}
