@@ -85,7 +85,8 @@ class AdamW:
         # torch's kernel needs states of the parameter's dtype.
         self._uses_fused_kernel = all(part.dtype == dtype == torch.float32 for part in parts)
         entries = [
-            self._entry(name, parameter, part, dtype) for (name, parameter), part in zip(parameters, parts, strict=True)
+            self._make_entry(name, parameter, part, dtype)
+            for (name, parameter), part in zip(parameters, parts, strict=True)
         ]
         self.param_groups: list[dict] = []
         self._items: list[tuple[dict, list[_Entry]]] = []
@@ -101,9 +102,9 @@ class AdamW:
             self._items += [(group, item) for item in self._chunks(members)]
         states = [[state for entry in item for state in entry.moments] for _, item in self._items]
         device = parts[0].device if parts else torch.device("cpu")
-        self._moments = StateStream(states, device, place)
+        self._moment_stream = StateStream(states, device, place)
 
-    def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: StateType) -> _Entry:
+    def _make_entry(self, name: str, parameter: Tensor, part: Tensor, dtype: StateType) -> _Entry:
         # The fused kernel counts on the device, the plain update on the host.
         step = torch.zeros((), dtype=torch.float32, device=part.device if self._uses_fused_kernel else "cpu")
         self.state[parameter] = {"step": step}
@@ -139,11 +140,11 @@ class AdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        self._moments.begin()
+        self._moment_stream.begin()
         for group, item in self._items:
-            with self._moments.take() as states:
+            with self._moment_stream.take() as states:
                 due = []
-                # The states of an item alternate: the first and the second moment of each entry.
+                # Each entry of an item has two consecutive states, its first and its second moment.
                 pairs = zip(states[::2], states[1::2], strict=True)
                 for entry, moments in zip(item, pairs, strict=True):
                     gradient = local_gradient(entry.parameter)
@@ -154,7 +155,7 @@ class AdamW:
                 else:
                     for entry, gradient, moments in due:
                         self._update_entry(entry, gradient, moments, group)
-        self._moments.end()
+        self._moment_stream.end()
         for group in self.param_groups:
             group["updates"] += 1
 
@@ -234,8 +235,11 @@ def largest_squared_ratio(beta1: float, beta2: float) -> float:
     """Bound the squared first moment relative to the second moment, by the Cauchy-Schwarz inequality.
 
     The first moment is the sum of (1 - beta1) beta1^k g over the age k of each gradient g, the second is the sum of
-    (1 - beta2) beta2^k g^2. Their ratio has a bound if beta1^2 < beta2; otherwise the result is infinite.
+    (1 - beta2) beta2^k g^2. Their ratio has a bound if beta1^2 < beta2, or if both are 0; otherwise the result is
+    infinite.
     """
+    if beta1 == beta2 == 0.0:
+        return 1.0  # the moments are g and g^2 of the last gradient
     if beta1**2 >= beta2:
-        return math.inf if beta1 else 1.0
+        return math.inf
     return (1.0 - beta1) ** 2 / (1.0 - beta2) / (1.0 - beta1**2 / beta2)

@@ -87,7 +87,7 @@ class Quantized:
         self.scales.copy_(scales if self.signed else -scales)
         # A block of zeros has the scale zero; any positive divisor keeps its values at zero.
         relative = values / self._spread(scales.clamp_(min=torch.finfo(torch.float32).tiny))
-        if not self.signed:
+        if not self.signed:  # levels[0] is 0
             relative = torch.where(values > 0.0, relative.clamp(min=levels[1]), relative)
         lower_codes = torch.bucketize(relative, levels, out_int32=True, right=True).sub_(1).clamp_(0, len(levels) - 2)
         # The relative distance from the lower level is the probability of the upper level.
@@ -177,8 +177,8 @@ _ALIGNMENT = 256
 
 
 def packed_bytes(item: Sequence[State]) -> int:
-    """Return the bytes that `views_like` needs for the states of an item."""
-    return sum(_aligned(tensor) for state in item for tensor in state_parts(state))
+    """Return the bytes that `views_like` needs for the states of an item, which are updated together."""
+    return sum(_aligned_bytes(tensor) for state in item for tensor in state_parts(state))
 
 
 def views_like(item: Sequence[State], buffer: Tensor) -> list[State]:
@@ -190,7 +190,7 @@ def views_like(item: Sequence[State], buffer: Tensor) -> list[State]:
         for tensor in state_parts(state):
             size = tensor.numel() * tensor.element_size()
             parts.append(buffer[start : start + size].view(tensor.dtype).view(tensor.shape))
-            start += _aligned(tensor)
+            start += _aligned_bytes(tensor)
         views.append(Quantized(parts[0], parts[1], state.signed) if isinstance(state, Quantized) else parts[0])
     return views
 
@@ -202,7 +202,7 @@ def copy_states(targets: Sequence[State], sources: Sequence[State]) -> None:
             _copy_tensor(target_part, source_part)
 
 
-def _aligned(tensor: Tensor) -> int:
+def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -32,9 +32,9 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. Each tensor is a matrix
             or, with more dimensions, a batch of matrices; plain or DTensor, on a CPU or a GPU. A group may override
-            ``lr``, ``momentum``, ``weight_decay`` and ``adjust_lr``, which may change between steps, and may hold
-            ``row_blocks``: the rows of the matrices that its tensors fuse along their second to last
-            dimension (gate and up, or heads); each is orthogonalised separately. ``updates`` of a group counts its
+            ``lr``, ``momentum``, ``weight_decay`` and ``adjust_lr``, which may change between steps. If its tensors
+            fuse several matrices along their second to last dimension (gate and up, or heads), it has ``row_blocks``:
+            the number of rows of each matrix. Each is orthogonalised separately. ``updates`` of a group counts its
             updates. It is the seed of the random bits that round parameters and momenta in fewer bits than FP32.
         lr: learning rate.
         momentum: decay of the momentum. The gradient blended with the momentum is orthogonalised (Nesterov).
@@ -133,17 +133,17 @@ class Muon(torch.optim.Optimizer):
 
     def _prepare(self, state_dtype: StateType | None, place: StatePlace, device: torch.device | None) -> None:
         """Create the states, the plan and the process groups. Collective."""
-        group_and_index = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
-        parameters = [group["params"][index] for group, index in group_and_index]
+        groups_and_indices = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
+        parameters = [group["params"][index] for group, index in groups_and_indices]
         requests = []
         momenta = []
         # Cached: for a tensor on thousands of ranks, a layout takes a tenth of a second.
         layouts: dict[_LayoutKey, TensorLayout] = {}
-        for parameter, (group, index) in zip(parameters, group_and_index, strict=True):
+        for parameter, (group, index) in zip(parameters, groups_and_indices, strict=True):
             name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
             is_distributed = isinstance(parameter, DTensor)
             mesh_and_placements = (parameter.device_mesh, parameter.placements) if is_distributed else None
-            key = parameter.shape, mesh_and_placements
+            key = (parameter.shape, mesh_and_placements)
             if key not in layouts:
                 layouts[key] = tensor_layout(parameter)
             requests.append(_request(name, layouts[key], group["row_blocks"]))
@@ -157,7 +157,7 @@ class Muon(torch.optim.Optimizer):
         meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)) if rank_sets else ()
         groups = make_groups(rank_sets, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
         self._step_runner = MuonStep(
-            group_and_index, requests, self._plan, self._orthogonalizer, groups, momenta, place, device
+            groups_and_indices, requests, self._plan, self._orthogonalizer, groups, momenta, place, device
         )
 
 

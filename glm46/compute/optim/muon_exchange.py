@@ -48,9 +48,9 @@ class BucketExchange:
         self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
         self._work: Any = None  # handle of the running exchange
-        self._stacks: dict[tuple, list[Unit]] = {}
+        self._units_by_shape: dict[tuple, list[Unit]] = {}
         for unit in self._owned:
-            self._stacks.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
+            self._units_by_shape.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
 
     @property
     def units(self) -> list[Unit]:
@@ -58,55 +58,60 @@ class BucketExchange:
         return [unit for unit in self._bucket.units if unit.parts[self._me] is not None]
 
     def gather(self, pieces: dict[Unit, Piece]) -> None:
-        """Update the momentum of the local parts and start to send them to their owners. Collective.
+        """Update the momentum of the local parts, and start to send what is orthogonalised to its owners. Collective.
 
         ``pieces``: a piece for each of ``units``, in the same order.
         """
-        wire = self._orthogonalize.dtype
+        sent_dtype = self._orthogonalize.dtype
         self._pieces = pieces
-        self._stacked = {
-            shape: torch.empty(len(units), *shape, dtype=wire, device=self._device)
-            for shape, units in self._stacks.items()
+        self._stacks = {
+            shape: torch.empty(len(units), *shape, dtype=sent_dtype, device=self._device)
+            for shape, units in self._units_by_shape.items()
         }
-        self._whole = {
+        self._matrix_of_unit = {
             unit: matrix if unit.shape == tuple(matrix.shape) else matrix.mT
-            for shape, units in self._stacks.items()
-            for unit, matrix in zip(units, self._stacked[shape], strict=True)
+            for shape, units in self._units_by_shape.items()
+            for unit, matrix in zip(units, self._stacks[shape], strict=True)
         }
-        packed, send, out_sizes = self._slots(self._leaving, lambda _, unit: unit.size(self._me), wire)
-        slot_of = {unit: slot for slot, (_, unit) in zip(packed, self._leaving, strict=True)}
+        slots, send, out_sizes = self._slots(self._leaving, lambda _, unit: unit.size(self._me), sent_dtype)
+        slot_of = {unit: slot for slot, (_, unit) in zip(slots, self._leaving, strict=True)}
         for unit, piece in self._pieces.items():
             direction = None if piece.gradient is None else piece.direction()
             if unit.owner == self._me:
-                target = _within(self._whole[unit], unit, self._me)
+                target = _within(self._matrix_of_unit[unit], unit, self._me)
             elif unit in slot_of:
                 target = slot_of[unit].view(piece.parameter.shape[1:])
             else:
-                continue
-            target.zero_() if direction is None else target.copy_(direction[0].to(wire))
-        self._arrivals, receive, in_sizes = self._slots(self._coming, lambda peer, unit: unit.size(peer), wire)
+                continue  # another rank sends the same part; the momentum of this replica is updated
+            if direction is None:
+                target.zero_()
+            else:
+                target.copy_(direction[0].to(sent_dtype))
+        self._arrivals, receive, in_sizes = self._slots(self._coming, lambda peer, unit: unit.size(peer), sent_dtype)
         self._exchange(receive, send, in_sizes, out_sizes)
 
     def orthogonalize(self) -> None:
         """Wait for the parts of the owned matrices, orthogonalise them and start to send the updates. Collective."""
         self._work.wait()
         for slot, (source, unit) in zip(self._arrivals, self._coming, strict=True):
-            target = _within(self._whole[unit], unit, source)
+            target = _within(self._matrix_of_unit[unit], unit, source)
             target.copy_(slot.view(target.shape))
         updates = {}
-        for shape, units in self._stacks.items():
-            for unit, update in zip(units, self._orthogonalize(self._stacked[shape]), strict=True):
+        for shape, units in self._units_by_shape.items():
+            for unit, update in zip(units, self._orthogonalize(self._stacks[shape]), strict=True):
                 updates[unit] = update if unit.shape == tuple(update.shape) else update.mT
-        self._whole = {}
-        self._stacked = {}
-        wire = self._orthogonalize.dtype
-        slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), wire)
+        self._matrix_of_unit = {}
+        self._stacks = {}
+        sent_dtype = self._orthogonalize.dtype
+        slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), sent_dtype)
         for slot, (peer, unit) in zip(slots, self._leaving_back, strict=True):
             part = _within(updates[unit], unit, peer)
             slot.view(part.shape).copy_(part)
         for unit in self._owned:
             self._apply(unit, _within(updates[unit], unit, self._me))
-        self._arrivals, receive, in_sizes = self._slots(self._coming_back, lambda _, unit: unit.size(self._me), wire)
+        self._arrivals, receive, in_sizes = self._slots(
+            self._coming_back, lambda _, unit: unit.size(self._me), sent_dtype
+        )
         self._exchange(receive, send, in_sizes, out_sizes)
 
     def finish(self) -> None:
@@ -134,8 +139,7 @@ class BucketExchange:
         return buffer.split(sizes), buffer, by_rank
 
     def _exchange(self, receive: Tensor, send: Tensor, in_sizes: list[int], out_sizes: list[int]) -> None:
-        # Both buffers must exist until the exchange ends.
-        self._buffers = receive, send
+        self._buffers = (receive, send)  # must exist until the exchange ends
         self._work = dist.all_to_all_single(receive, send, in_sizes, out_sizes, group=self._group, async_op=True)
 
 

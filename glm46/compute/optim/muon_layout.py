@@ -35,12 +35,12 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
         return TensorLayout(shape, Holding(*((0, length) for length in shape)), {}, ())
     mesh = tensor.device_mesh
     layout = mesh_layout(
-        ((leading or [1])[0], rows, columns),
-        math.prod(leading[1:]),
-        mesh.shape,
-        mesh.mesh.flatten().tolist(),
-        _cuts(tensor),
-        dist.get_rank(),
+        sizes=(leading[0] if leading else 1, rows, columns),
+        inner=math.prod(leading[1:]),
+        mesh=mesh.shape,
+        ranks=mesh.mesh.flatten().tolist(),
+        cuts=_cuts(tensor),
+        me=dist.get_rank(),
     )
     _check_local_shape(tensor, layout.mine)
     return layout
@@ -52,18 +52,22 @@ def _cuts(tensor: DTensor) -> list[Cut]:
     strided = list[Cut]()
     plain = list[Cut]()
     for axis, placement in enumerate(tensor.placements):
-        inner_axes = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
-        if not is_sharding(placement) and not isinstance(placement, Replicate):
+        if isinstance(placement, Replicate):
+            continue
+        if not is_sharding(placement):
             raise ValueError(f"Muon takes sharded and replicated parameters, not placement {placement}")
-        if is_sharding(placement):
-            if 0 < placement.dim < tensor.ndim - 2:
-                raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
-            from_end = placement.dim - tensor.ndim
-            cut = axis, 3 + from_end if from_end >= -2 else 0
-            (strided if isinstance(placement, StridedShard) else plain).append(cut)
-            inner_ranks = math.prod(s for s, p in inner_axes if is_sharding(p) and p.dim == placement.dim)
-            if isinstance(placement, StridedShard) and placement.split_factor != inner_ranks:
-                raise ValueError(f"Muon takes strided shards of what the inner axes leave, not {placement}")
+        if 0 < placement.dim < tensor.ndim - 2:
+            raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
+        from_end = placement.dim - tensor.ndim
+        cut = (axis, 3 + from_end if from_end >= -2 else 0)  # of [matrices, rows, columns]
+        if not isinstance(placement, StridedShard):
+            plain.append(cut)
+            continue
+        inner_axes = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
+        inner_ranks = math.prod(size for size, inner in inner_axes if is_sharding(inner) and inner.dim == placement.dim)
+        if placement.split_factor != inner_ranks:
+            raise ValueError(f"Muon takes strided shards of what the inner axes leave, not {placement}")
+        strided.append(cut)
     return [*plain, *reversed(strided)]
 
 

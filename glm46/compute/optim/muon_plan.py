@@ -201,14 +201,15 @@ def make_plan(requests: Sequence[PlannedParameter], steps: int, width: int) -> M
         layout = request.layout
         columns = request.layout.shape[2]
         ranks = layout.ranks
-        stop = 0
+        next_row = 0
         for height in request.row_blocks:
-            rows = (stop, stop + height)
-            stop = stop + height
+            rows = (next_row, next_row + height)
+            next_row += height
             full_part = ((0, height), (0, columns))
             if (id(layout), rows) not in parts_of_layout:
                 parts_of_layout[id(layout), rows] = tuple(_part(layout.holdings[rank], rows) for rank in ranks)
             parts = parts_of_layout[id(layout), rows]
+            # A plain tensor, or one whose ranks hold these rows entirely or not at all.
             if not ranks or full_part in parts:
                 if _part(layout.mine, rows) == full_part:
                     first = rows[0] - layout.mine.rows[0]

@@ -66,7 +66,8 @@ class MuonStep:
         self._views: list[tuple[Tensor, Tensor | None]] = []
         """During a step, this rank's parts of each parameter and its gradient as [matrices, rows, columns]."""
         self._actions: list[Callable[[], None]] = []
-        self._taken: list[list[Slice]] = []
+        self._slices_of_items: list[list[Slice]] = []
+        """Parts of the momenta that each action takes, in the order of the actions that take any."""
         self._numbers = [
             entry_numbers(request.name, parameter).as_matrices() if _is_rounded(parameter, momentum) else None
             for request, parameter, momentum in zip(requests, self._parameters, momenta, strict=True)
@@ -75,7 +76,8 @@ class MuonStep:
         devices = set(self._devices)
         if place != "none" and len(devices) > 1:
             raise ValueError(f"state_offload takes parameters of one device, not of {devices}")
-        if place == "none" and any(parameter.device != device for parameter in self._parameters if device):
+        are_elsewhere = device is not None and any(parameter.device != device for parameter in self._parameters)
+        if place == "none" and are_elsewhere:
             raise ValueError(f"updates on {device} of parameters elsewhere need state_offload")
         exchanges = [
             BucketExchange(bucket, groups[bucket.ranks], orthogonalizer, self._devices[bucket.units[0].parameter])
@@ -84,19 +86,19 @@ class MuonStep:
         self._arrange(exchanges, stack_tasks(plan.local, orthogonalizer, self._devices))
         items = [
             [momenta[number][slice(*matrices), slice(*rows)] for number, matrices, rows in slices]
-            for slices in self._taken
+            for slices in self._slices_of_items
         ]
-        self._momenta = StateStream(items, next(iter(devices), torch.device("cpu")), place)
+        self._momentum_stream = StateStream(items, next(iter(devices), torch.device("cpu")), place)
 
     def run(self) -> None:
         """Update every parameter that has a gradient. Collective."""
         gradients = map(local_gradient, self._parameters)
         pairs = zip(map(local_matrices, self._parameters), gradients, strict=True)
         self._views = [(part, None if gradient is None else gradient.reshape(part.shape)) for part, gradient in pairs]
-        self._momenta.begin()
+        self._momentum_stream.begin()
         for action in self._actions:
             action()
-        self._momenta.end()
+        self._momentum_stream.end()
         self._views = []
 
     def _arrange(self, exchanges: list[BucketExchange], chunks: list[list[LocalTask]]) -> None:
@@ -119,7 +121,7 @@ class MuonStep:
     def _add(self, action: Callable, subject: object, slices: Iterable[Slice]) -> None:
         """Append an action that takes the next momenta, the ones of ``slices``."""
         self._actions.append(partial(action, subject))
-        self._taken.append(list(slices))
+        self._slices_of_items.append(list(slices))
 
     def _add_chunks(self, chunks: Iterable[list[LocalTask]]) -> None:
         for chunk in chunks:
@@ -129,10 +131,10 @@ class MuonStep:
         """Return this rank's part of a sharded matrix."""
         mine = self._requests[unit.parameter].layout.mine
         first = max(unit.rows[0], mine.rows[0])
-        last = min(unit.rows[1], mine.rows[1])
-        return unit.parameter, (unit.matrix, unit.matrix + 1), (first - mine.rows[0], last - mine.rows[0])
+        stop = min(unit.rows[1], mine.rows[1])
+        return unit.parameter, (unit.matrix, unit.matrix + 1), (first - mine.rows[0], stop - mine.rows[0])
 
-    def _piece(self, part: Slice, momentum: State, shape: tuple[int, int]) -> Piece:
+    def _make_piece(self, part: Slice, momentum: State, shape: tuple[int, int]) -> Piece:
         """Build the piece of a part; ``shape``: rows and columns of the full matrices."""
         number, matrices, rows = part
         parameter, gradient = self._views[number]
@@ -151,15 +153,17 @@ class MuonStep:
         )
 
     def _gather(self, exchange: BucketExchange) -> None:
-        with self._momenta.take() as momenta:
+        with self._momentum_stream.take() as momenta:
             units = zip(exchange.units, momenta, strict=True)
-            exchange.gather({unit: self._piece(self._slice_of(unit), m, unit.shape) for unit, m in units})
+            exchange.gather(
+                {unit: self._make_piece(self._slice_of(unit), momentum, unit.shape) for unit, momentum in units}
+            )
 
     def _update_chunk(self, chunk: list[LocalTask]) -> None:
-        with self._momenta.take() as momenta:
+        with self._momentum_stream.take() as momenta:
             pieces = [
-                self._piece((task.parameter, task.matrices, task.rows), m, (task.row_count, task.columns))
-                for task, m in zip(chunk, momenta, strict=True)
+                self._make_piece((task.parameter, task.matrices, task.rows), momentum, (task.row_count, task.columns))
+                for task, momentum in zip(chunk, momenta, strict=True)
                 if self._views[task.parameter][1] is not None
             ]
             if pieces:
@@ -175,8 +179,8 @@ def _is_rounded(parameter: Tensor, momentum: State) -> bool:
 def stack_tasks(
     tasks: Sequence[LocalTask], orthogonalizer: Orthogonalizer, devices: Sequence[torch.device]
 ) -> list[list[LocalTask]]:
-    """Group tasks of equal canonical shape into chunks whose iteration fits the workspace; ``devices``: one per
-    parameter."""
+    """Group tasks of equal shape, up to transposition, into chunks whose iteration fits the workspace; ``devices``:
+    one per parameter."""
     tasks_by_shape: dict[tuple, list[LocalTask]] = defaultdict(list)
     for task in tasks:
         short = min(task.row_count, task.columns)
@@ -195,7 +199,8 @@ def stack_tasks(
                 if not free:
                     chunks.append([])
                     free = limit
-                last = min(stop, first + free)
-                chunks[-1].append(replace(task, matrices=(first, last)))
-                first, free = last, free - (last - first)
+                chunk_stop = min(stop, first + free)
+                chunks[-1].append(replace(task, matrices=(first, chunk_stop)))
+                free -= chunk_stop - first
+                first = chunk_stop
     return chunks

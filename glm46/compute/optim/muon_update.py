@@ -2,7 +2,7 @@
 
 Letters: N matrices, R rows, C columns; S and L are the shorter and the longer of R and C.
 
-    m <- lerp(m, g, 1 - momentum)        u <- lerp(g, m, momentum) with Nesterov, else m
+    m <- lerp(m, g, 1 - momentum)        u <- lerp(g, m, momentum), as in Nesterov
     O <- orthogonal factor of u          p <- p (1 - lr decay) - lr scale(R, C) O
 """
 
@@ -71,20 +71,20 @@ class Piece:
 
     def direction(self) -> Tensor:
         """Update the momentum and return the matrices to orthogonalise, [N, r, c], in new memory."""
-        weight = self.group["momentum"]
+        momentum_decay = self.group["momentum"]
         gradient = self.gradient
-        assert gradient is not None, "a piece without a gradient has none"
+        assert gradient is not None, "a piece without a gradient has no direction"
         momentum = self.momentum
         wide = (torch.float32, torch.float64)
         if isinstance(momentum, Tensor) and momentum.dtype in wide and momentum.dtype == gradient.dtype:
-            momentum.lerp_(gradient, 1.0 - weight)
+            momentum.lerp_(gradient, 1.0 - momentum_decay)
         else:
             # The sum is computed in FP32 or wider, and rounded once.
             momentum = load_state(self.momentum, gradient)
             gradient = gradient.to(momentum.dtype)
-            momentum.lerp_(gradient, 1.0 - weight)
+            momentum.lerp_(gradient, 1.0 - momentum_decay)
             store_state(self.momentum, momentum, self._random_bits("momentum_buffer"))
-        return gradient.lerp(momentum, weight)
+        return gradient.lerp(momentum, momentum_decay)
 
     def apply(self, update: Tensor) -> None:
         """Decay the parameter and subtract the scaled ``update`` [N, r, c]."""
@@ -111,6 +111,11 @@ def canonical(matrices_NRC: Tensor) -> Tensor:
     return matrices_NRC.mT if matrices_NRC.shape[-2] > matrices_NRC.shape[-1] else matrices_NRC
 
 
+def _in_orientation_of(parameter_NRC: Tensor, matrices_NSL: Tensor) -> Tensor:
+    """Invert `canonical`: return the matrices in the shape of the parameter; a view."""
+    return matrices_NSL.mT if parameter_NRC.shape[-2] > parameter_NRC.shape[-1] else matrices_NSL
+
+
 def update_whole(pieces: Sequence[Piece], orthogonalizer: Orthogonalizer) -> None:
     """Update pieces with full matrices of one canonical shape, stacked into one iteration.
 
@@ -121,7 +126,7 @@ def update_whole(pieces: Sequence[Piece], orthogonalizer: Orthogonalizer) -> Non
         # Round before transposing: torch transposes fast only within one type and two dimensions.
         x_SL = canonical(pieces[0].direction()[0].to(orthogonalizer.dtype)).contiguous()
         update = orthogonalizer(x_SL[None])
-        pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
+        pieces[0].apply(_in_orientation_of(pieces[0].parameter, update))
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
     device = state_parts(pieces[0].momentum)[0].device
@@ -129,4 +134,4 @@ def update_whole(pieces: Sequence[Piece], orthogonalizer: Orthogonalizer) -> Non
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
     for part, piece in zip(orthogonalizer(x_NSL).split(counts), pieces, strict=True):
-        piece.apply(part if piece.parameter.shape[1] <= piece.parameter.shape[2] else part.mT)
+        piece.apply(_in_orientation_of(piece.parameter, part))

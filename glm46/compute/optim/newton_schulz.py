@@ -21,8 +21,8 @@ CPU_CACHE_BYTES = 4 << 20
 
 
 def stack_limit(short: int, long: int, dtype: torch.dtype) -> int:
-    """Return how many matrices fit in a CPU iteration: the stack, its normalised copy, two results, two short x
-    short."""
+    """Return how many matrices fit in a CPU iteration: the stack, its normalised copy, two results, and two products
+    short x short."""
     return max(1, CPU_CACHE_BYTES // (dtype.itemsize * (4 * short * long + 2 * short * short)))
 
 
@@ -50,7 +50,7 @@ def iterate_into(out_SL: Tensor, x_SL: Tensor, steps: int) -> None:
         torch.mm(x_SL, x_SL.mT, out=gram_SS)
         torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c, out=polynomial_SS)
         x_SL = torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=results[step % 2])
-    if steps % 2 == 0:
+    if steps % 2 == 0:  # the last result is in the buffer
         out_SL.copy_(x_SL)
 
 
@@ -70,7 +70,7 @@ def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
 def orthogonalize(x_NSL: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Compute the approximate orthogonal factor of each matrix, in ``dtype``; ``x_NSL`` is not changed.
 
-    Iterates on all matrices at once or one by one, whichever is faster on this device.
+    A GPU iterates on all matrices at once. A CPU iterates on as many as fit in its cache, a single matrix unbatched.
 
     Args:
         x_NSL: [N, S, L] with S <= L, any floating-point dtype.

@@ -34,11 +34,11 @@ class OptimizerGroup:
         self._parameters = [parameter for _, parameter in named_parameters]
         self.roles = roles
         """Role of each parameter."""
-        self._matrices = [
+        self._muon_parameters = [
             named for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "muon"
         ]
         self.muon, self._adamw = make_pair(named_parameters, roles, config, device, ns_dtype)
-        self._peaks = [
+        self._peak_rates = [
             (group, group["lr"]) for optimizer in (self.muon, self._adamw) for group in optimizer.param_groups
         ]
 
@@ -49,7 +49,7 @@ class OptimizerGroup:
             number: number of the update, different for each; stochastic rounding depends on it. None: the previous
                 number plus one; a new object starts at 0.
         """
-        for group, peak in self._peaks:
+        for group, peak in self._peak_rates:
             group["lr"] = peak * lr_factor
             if number is not None:
                 group["updates"] = number
@@ -66,7 +66,7 @@ class OptimizerGroup:
         """Return the live states by ``<parameter>.<state>``; writing into them loads a checkpoint."""
         momenta = {
             f"{name}.{key}": value
-            for name, parameter in self._matrices
+            for name, parameter in self._muon_parameters
             for key, value in self.muon.state[parameter].items()
         }
         return momenta | self._adamw.state_tensors()
@@ -116,10 +116,14 @@ def make_pair(
     groups: dict[object, dict] = {}
     for (name, parameter), role in zip(named_parameters, roles, strict=True):
         if role.optimizer == "muon":
-            rows = parameter.shape[-2] // role.row_blocks
-            blocks = role.head_rows or ((rows,) * role.row_blocks if role.row_blocks > 1 else None)
+            blocks: tuple[int, ...] | None = None  # one matrix
+            if role.head_rows:
+                blocks = role.head_rows
+            elif role.row_blocks > 1:
+                blocks = (parameter.shape[-2] // role.row_blocks,) * role.row_blocks
             options = {"weight_decay": config.weight_decay if role.decay else 0.0, "row_blocks": blocks}
-            group = groups.setdefault(tuple(options.values()) if merge else name, {"params": [], **options})
+            key = tuple(options.values()) if merge else name
+            group = groups.setdefault(key, {"params": [], **options})
             group["params"].append((name, parameter))
     muon = Muon(
         list(groups.values()),

@@ -38,7 +38,7 @@ class StateFile:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._bytes = 0
+        self._reserved_bytes = 0
         if fault := local_disk_fault(folder):
             raise UserError(state_folder_message(folder, fault))
         try:
@@ -56,12 +56,12 @@ class StateFile:
             return torch.zeros(shape, dtype=dtype)
         size = -(-prod(shape) * dtype.itemsize // _PAGE) * _PAGE
         try:
-            os.posix_fallocate(self._file.fileno(), self._bytes, size)
-            mapped = mmap.mmap(self._file.fileno(), size, offset=self._bytes)
+            os.posix_fallocate(self._file.fileno(), self._reserved_bytes, size)
+            mapped = mmap.mmap(self._file.fileno(), size, offset=self._reserved_bytes)
         except OSError as error:
-            fault = f"no room for {(self._bytes + size) / 2**30:,.2f} GiB of this rank: {error.strerror}"
+            fault = f"no room for {(self._reserved_bytes + size) / 2**30:,.2f} GiB of this rank: {error.strerror}"
             raise UserError(state_folder_message(self._folder, fault)) from error
-        self._bytes += size
+        self._reserved_bytes += size
         return torch.frombuffer(mapped, dtype=dtype, count=prod(shape)).view(shape)
 
 
@@ -100,7 +100,7 @@ class StateRing:
         work = self._threads.submit(self._write, number, arrival)
         self._writes.append(work)
         if number + OFFLOAD_SLOTS < len(self._items):
-            self._reads[number + OFFLOAD_SLOTS] = work
+            self._reads[number + OFFLOAD_SLOTS] = work  # `_write` reads it after the slot is free
 
     def end(self) -> None:
         """Wait until all items are in the file."""

@@ -42,8 +42,8 @@ class StateStream:
         self._on_gpu = self._is_offloaded and device.type == "cuda"
         self._ring = StateRing(items, self._slot_bytes, pin=self._on_gpu) if isinstance(place, StateFile) else None
         if self._on_gpu:
-            self._inward = torch.cuda.Stream(device)
-            self._outward = torch.cuda.Stream(device)
+            self._inward_stream = torch.cuda.Stream(device)
+            self._outward_stream = torch.cuda.Stream(device)
 
     def begin(self) -> None:
         """Allocate the slots and start to copy the first item."""
@@ -56,7 +56,7 @@ class StateStream:
             self._ring.begin()
         if self._on_gpu:
             # Earlier work on the memory of the slots may still be queued.
-            self._inward.wait_stream(torch.cuda.current_stream(self._device))
+            self._inward_stream.wait_stream(torch.cuda.current_stream(self._device))
         self._load(0)
 
     @contextmanager
@@ -69,7 +69,7 @@ class StateStream:
             return
         staged = self._staged
         if self._on_gpu:
-            torch.cuda.current_stream(self._device).wait_stream(self._inward)
+            torch.cuda.current_stream(self._device).wait_stream(self._inward_stream)
         if self._next < len(self._items):
             self._load(self._next)
         yield staged
@@ -79,7 +79,7 @@ class StateStream:
         """Wait until all states are stored, so that checkpoints can read them without waiting for streams."""
         assert self._next == len(self._items), "a step must take every item"
         if self._on_gpu:
-            self._outward.synchronize()
+            self._outward_stream.synchronize()
         if self._ring is not None:
             self._ring.end()
         self._slots = torch.empty(0)
@@ -92,8 +92,8 @@ class StateStream:
             copy_states(self._staged, source)
             return
         if (stored := self._stored_events[number % OFFLOAD_SLOTS]) is not None:
-            self._inward.wait_event(stored)
-        with torch.cuda.stream(self._inward):
+            self._inward_stream.wait_event(stored)
+        with torch.cuda.stream(self._inward_stream):
             copy_states(self._staged, source)
 
     def _store(self, number: int, staged: Sequence[State]) -> None:
@@ -101,9 +101,9 @@ class StateStream:
         if not self._on_gpu:
             copy_states(target, staged)
         else:
-            self._outward.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._outward):
+            self._outward_stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._outward_stream):
                 copy_states(target, staged)
-                self._stored_events[number % OFFLOAD_SLOTS] = self._outward.record_event()
+                self._stored_events[number % OFFLOAD_SLOTS] = self._outward_stream.record_event()
         if self._ring is not None:
             self._ring.put(number, self._stored_events[number % OFFLOAD_SLOTS])
