@@ -36,7 +36,8 @@ def row_squares(
     if weight.ndim == 2:
         stacked = weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
         return row_squares(base, *stacked, scale, _stacked(quantised)).squeeze(0)
-    a, b = a.float(), b.float()
+    a = a.float()
+    b = b.float()
     cross = _by_pieces(weight, quantised, lambda w, experts: w @ a[experts].mT)
     # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)
     return base + scale * (cross.mul_(2).add_(b @ (a @ a.mT), alpha=scale) * b).sum(-1)
@@ -59,13 +60,14 @@ def _by_pieces(
 ) -> Tensor:
     """Apply ``function(weight, experts)`` to FP32 pieces, several experts or some rows of one; result [E, O, ...]."""
     scales, dtype = quantised or (None, weight_EOI.dtype)
-    E, O, I = *weight_EOI.shape[:2], columns_of(weight_EOI, scales)  # noqa: E741 - the letters of dimensions
+    E, O = weight_EOI.shape[:2]  # noqa: E741 - the letters of dimensions
+    I = columns_of(weight_EOI, scales)  # noqa: E741
     results = []
-    step = max(1, _CHUNK_ELEMENTS // (O * I))
-    for experts in (slice(first, first + step) for first in range(0, E, step)):
-        rows = max(1, _CHUNK_ELEMENTS // I)
-        pieces = weight_EOI[experts].split(rows, dim=1)
-        piece_scales = repeat(None) if scales is None else scales[experts].split(rows, dim=1)
+    experts_at_once = max(1, _CHUNK_ELEMENTS // max(1, O * I))  # O is 0 on a rank without rows
+    rows_at_once = max(1, _CHUNK_ELEMENTS // I)
+    for experts in (slice(first, first + experts_at_once) for first in range(0, E, experts_at_once)):
+        pieces = weight_EOI[experts].split(rows_at_once, dim=1)
+        piece_scales = repeat(None) if scales is None else scales[experts].split(rows_at_once, dim=1)
         in_fp32 = (in_compute_type(*piece, dtype).float() for piece in zip(pieces, piece_scales, strict=False))
         results.append(torch.cat([function(piece, experts) for piece in in_fp32], dim=1))
     return torch.cat(results)

@@ -243,6 +243,15 @@ def test_row_squares_need_no_matrix_of_the_sum(dtype, monkeypatch, relative_erro
     assert relative_error(sum(halves), expected) < 1e-6
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
+def test_a_rank_without_rows_has_no_row_squares(shape):
+    """An uneven division of rows over many ranks leaves some ranks without rows."""
+    w = torch.ones(shape)
+    a = torch.ones(*shape[:-2], 2, 8)
+    b = torch.ones(*shape[:-1], 2)
+    assert row_squares(base_squares(w), w, a, b, 0.7).shape == shape[:-1]
+
+
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_a_step_has_the_planned_products(name, tiny, random_batch):
     """Multiply-adds of the products with weights and adapters: none is of a gradient that nobody needs."""
