@@ -37,8 +37,9 @@ def add_adapters(model: Transformer, adapter: AdapterConfig, dtype: torch.dtype 
     same holds for weights of a quantised base, which import reads.
     """
     model.requires_grad_(False)
-    for module in store_quantised(model, adapter.base_dtype) if adapter.base_dtype else ():
-        _replace_products(module, adapter.scale)
+    if adapter.base_dtype:
+        for module in store_quantised(model, adapter.base_dtype):
+            _replace_product(module, adapter.scale)
     for index, layer in model.layers.items():
         for row in adapter_layer(model.shape, adapter, int(index)):
             owner, _, key = row.name.rpartition(".")
@@ -48,12 +49,15 @@ def add_adapters(model: Transformer, adapter: AdapterConfig, dtype: torch.dtype 
                 key, nn.Parameter(torch.empty(row.shape(model.shape), dtype=dtype, device=device))
             )
             adapted.is_adapted = True
-            _replace_products(adapted, adapter.scale)
+            _replace_product(adapted, adapter.scale)
 
 
-def _replace_products(module: Any, scale: float) -> None:
-    key, product = ("project", _project) if isinstance(module, Experts) else ("product", _linear_product)
-    setattr(module, key, partial(product, module, scale))
+def _replace_product(module: Any, scale: float) -> None:
+    is_experts = isinstance(module, Experts)
+    if is_experts:
+        module.project = partial(_project, module, scale)
+    else:
+        module.product = partial(_linear_product, module, scale)
 
 
 @contextmanager
@@ -151,6 +155,7 @@ def _excess(module: nn.Module, prefix: str) -> Tensor:
     the bits of small values. The value comes from `magnitudes.py`, which computes it with the norms from m in FP32:
     FSDP2 gathers m rounded."""
     m = local_weight(getattr(module, f"{prefix}magnitude"))
+    # The second term is zero and has the gradient of m.
     return getattr(module, f"{prefix}excess") + (m - m.detach()) / getattr(module, f"{prefix}norm")
 
 

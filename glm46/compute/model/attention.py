@@ -24,6 +24,7 @@ def attend(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayo
         q, k, v = (x.flatten(0, 1) for x in (q_BSHC, k_BSKC, v_BSKC))
         if layout.exchange is not None:
             assert isinstance(layout.exchange, KeyExchange), "a ring has a core of its own"
+            # Repeat the keys of shared prefixes. Context parallelism has made its exchange before.
             k, v = (x.index_select(0, layout.exchange.keys) for x in (k, v))
         return attend_in_runs(q, k, v, layout).view(q_BSHC.shape)
     out_BHSC = F.scaled_dot_product_attention(

@@ -142,11 +142,15 @@ def attention_layout(
         assert places is None and window is None
         return _after_prefixes(start, end, ids_BS, prefix_ids.cpu().numpy())
     if places is None:
-        return AttentionLayout(cu_seq_q, cu_seq_q, max_q, max_k, window)
+        return AttentionLayout(cu_seq_q, cu_seq_q, max_q, max_k, window)  # each run begins with its document
+    # Tokens of each rank, as indices of the whole batch.
     tokens_RN = (places_BRS + np.arange(B)[:, None, None] * S).swapaxes(0, 1).reshape(places_BRS.shape[1], -1)
     if ring:
         return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, _ring(start, end, first_key, tokens_RN, rank))
-    sent, received = ([], tokens_RN) if window is None else _exchange(ids_BS, places_BRS, tokens_RN, window, rank)
+    sent: list[np.ndarray] = []
+    received = list(tokens_RN)  # without a window, this rank gets the tokens of all ranks
+    if window is not None:
+        sent, received = _exchange(ids_BS, places_BRS, tokens_RN, window, rank)
     gathered = np.concatenate(received)
     index_of_token = np.empty(B * S, np.int64)
     index_of_token[gathered] = np.arange(len(gathered))
@@ -170,27 +174,32 @@ def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple
         document = np.searchsorted(document_starts, place, side="right") - 1
         is_first = np.diff(place, prepend=-2) != 1
         is_first |= np.diff(document, prepend=-1) != 0
-        index = np.flatnonzero(is_first)
-        start = place[index]
+        index_of_first = np.flatnonzero(is_first)
+        start = place[index_of_first]
         starts.append(b * S + start)
-        ends.append(starts[-1] + np.diff(index, append=len(place)))
-        first = document_starts[document[index]]
-        first_keys.append(b * S + (first if window is None else np.maximum(first, start - window + 1)))
+        ends.append(starts[-1] + np.diff(index_of_first, append=len(place)))
+        first_key = document_starts[document[index_of_first]]
+        if window is not None:
+            first_key = np.maximum(first_key, start - window + 1)
+        first_keys.append(b * S + first_key)
     return np.concatenate(starts), np.concatenate(ends), np.concatenate(first_keys)
 
 
 def _after_prefixes(start: np.ndarray, end: np.ndarray, ids_BS: np.ndarray, prefix_BS: np.ndarray) -> AttentionLayout:
     """Build the layout of documents, some of which continue another document."""
-    row = (start // ids_BS.shape[1]).tolist()
+    rows = (start // ids_BS.shape[1]).tolist()
     run_ids, prefix_ids = (ids.reshape(-1)[start].tolist() for ids in (ids_BS, prefix_BS))
-    run_of = {document: run for run, document in enumerate(zip(row, run_ids, strict=True))}
+    run_of = {row_and_id: run for run, row_and_id in enumerate(zip(rows, run_ids, strict=True))}
     empty_run = len(start)  # index of the empty range appended below
-    prefix_runs = [empty_run if prefix[1] < 0 else run_of[prefix] for prefix in zip(row, prefix_ids, strict=True)]
+    prefix_runs = [
+        empty_run if prefix_id < 0 else run_of[row, prefix_id] for row, prefix_id in zip(rows, prefix_ids, strict=True)
+    ]
     starts, ends = (np.append(bounds, 0) for bounds in (start, end))
-    pairs = [np.stack([bounds[prefix_runs], bounds[:-1]], 1) for bounds in (starts, ends)]
+    # Two ranges of keys for each run: its prefix, then the run itself.
+    range_starts, range_ends = (np.stack([bounds[prefix_runs], bounds[:-1]], 1) for bounds in (starts, ends))
     lengths = end - start
-    keys = (pairs[1] - pairs[0]).sum(1)
-    exchange = KeyExchange(_ranges(*(bounds.reshape(-1) for bounds in pairs)))
+    keys = (range_ends - range_starts).sum(1)
+    exchange = KeyExchange(_ranges(range_starts.reshape(-1), range_ends.reshape(-1)))
     return AttentionLayout(cumulative(lengths), cumulative(keys), longest(lengths), longest(keys), None, exchange)
 
 
@@ -201,7 +210,8 @@ def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: 
     parts = []
     for distance in range(len(tokens_RN)):
         tokens = tokens_RN[rank - distance]
-        # A run attends to this rank's keys up to its end, and to other ranks' keys before it: no chunk splits a run.
+        # Of this rank's keys, a run attends to those before its end. Of other ranks' keys, to those before its start:
+        # its tokens are consecutive, so other ranks have none between them.
         first_index = np.searchsorted(tokens, first_key)
         end_index = np.searchsorted(tokens, start if distance else end)
         has_keys = end_index > first_index
@@ -234,6 +244,7 @@ def _exchange(
     received = []
     for other in range(len(tokens_RN)):
         _, end, first_key = _runs(ids_BS, places_BRS[:, other], window)
+        # Mark the tokens inside the ranges of keys: +1 at each first key, -1 at each end.
         change = np.bincount(first_key, minlength=ids_BS.size + 1) - np.bincount(end, minlength=ids_BS.size + 1)
         is_needed = change.cumsum() > 0
         sent.append(np.flatnonzero(is_needed[tokens_RN[rank]]))

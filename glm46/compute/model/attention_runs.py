@@ -99,15 +99,11 @@ def attend_in_runs(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: Attentio
     Returns:
         [queries, H, C].
     """
-    cu_seq_q = layout.cu_seq_q
-    cu_seq_k = layout.cu_seq_k
-    window = layout.window
+    cu_seqs = (layout.cu_seq_q, layout.cu_seq_k)
     if has_flash_kernel(q_NHC.device, q_NHC.dtype):
-        window_left = -1 if window is None else window - 1
-        return compat.varlen_attention(
-            q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, layout.max_q, layout.max_k, (window_left, 0)
-        )
-    return block_attention(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window, True)[0]
+        window_left = -1 if layout.window is None else layout.window - 1
+        return compat.varlen_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.max_q, layout.max_k, (window_left, 0))
+    return block_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.window, True)[0]
 
 
 def part_attention(
@@ -171,7 +167,7 @@ def _tokens(first: Tensor, count: Tensor, offset: Tensor, heads: int, all_tokens
     """Index the tokens of pieces, from first token and count [P, 1]. ``offset``: 0 to the maximum count, exclusive."""
     token = (first + offset).where(offset < count, all_tokens)
     rows = (token.unsqueeze(1) * heads + torch.arange(heads, device=token.device).unsqueeze(1)).flatten()
-    if int(count.min()) == len(offset):
+    if int(count.min()) == len(offset):  # no padding: all pieces have the maximum count
         return _Tokens(rows, rows, len(count), None)
     return _Tokens(rows, rows.clamp(max=all_tokens * heads - 1), len(count), rows < all_tokens * heads)
 
@@ -211,13 +207,15 @@ def _blocks(
     run = np.arange(len(num_pieces)).repeat(num_pieces)
     first = end_q[run] + _BLOCK * (np.arange(len(run)) - (num_pieces.cumsum() - num_pieces)[run])
     end = np.minimum(first + _BLOCK, end_q[run + 1])
+    # One past the last key that the last query of each piece sees, and that its first query sees.
     seen_end, seen_end_of_first = (end_k[run + 1] - (end_q[run + 1] - 1 - query) * causal for query in (end - 1, first))
     begin = end_k[run] if window is None else np.maximum(end_k[run], seen_end_of_first - window)
-    pieces = np.stack([first, end - first, begin, seen_end - begin], 1)
+    pieces = np.stack([first, end - first, begin, seen_end - begin], 1)  # as `_joined` takes them
     is_whole = num_pieces[run] == 1  # shares no key with another piece
     whole = pieces[is_whole]
-    whole = whole[np.lexsort((whole[:, 3], whole[:, 1]))[::-1]]
+    whole = whole[np.lexsort((whole[:, 3], whole[:, 1]))[::-1]]  # by falling numbers of queries, then of keys
     parts = [slice(n, n + 1) for n in np.flatnonzero(~is_whole).tolist()]
+    # A piece of a longer run is a block of its own; whole runs share blocks.
     for source, part in (
         *((pieces, part) for part in parts),
         *((whole, part) for part in _similar(whole, _SCORES // heads)),
@@ -255,12 +253,13 @@ def _joined(
     """
     query, queries, key, keys = pieces.t().unsqueeze(-1)
     n, m = (torch.arange(int(size.max()), device=pieces.device) for size in (queries, keys))
+    # One past the last key of each query, counted from the first key.
     end = keys - queries + 1 + n.minimum(queries - 1) if causal else keys.expand(-1, len(n))
     mask = m < end.unsqueeze(-1)
     if window is not None:
         mask &= m >= end.unsqueeze(-1) - window
     if len(pieces) == 1:
-        (first, count, first_key, count_keys) = pieces[0].tolist()
+        first, count, first_key, count_keys = pieces[0].tolist()
         return _Block(slice(first, first + count), slice(first_key, first_key + count_keys), mask)
     return _Block(_tokens(query, queries, n, *query_size), _tokens(key, keys, m, *key_size), mask)
 
@@ -334,7 +333,8 @@ def _block_attention_backward(
         block_grad_q, block_grad_k, block_grad_v = backward(grad, q, k, v, out, sums.squeeze(-1), mask)
         _write(block_grad_q, queries, grad_q)
         for block_grad, total in ((block_grad_k, grad_k), (block_grad_v, grad_v)):
-            _write(block_grad if not isinstance(keys, slice) else block_grad + _read(total, keys), keys, total)
+            is_piece = isinstance(keys, slice)  # other pieces of its run share keys with it, whole runs share none
+            _write(block_grad + _read(total, keys) if is_piece else block_grad, keys, total)
     return grad_q[:N], grad_k[:M].to(k_MKC.dtype), grad_v[:M].to(v_MKC.dtype)
 
 

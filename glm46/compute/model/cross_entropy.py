@@ -61,6 +61,13 @@ class _Softmax(NamedTuple):
     """FP32: entropy of the distribution, on request."""
 
 
+def _softmax_into(wide: Tensor, logits: Tensor) -> Tensor:
+    """Compute the FP32 softmax of logits in the memory of ``wide``, which may be the logits themselves."""
+    if wide is not logits:
+        wide.copy_(logits)
+    return torch.softmax(wide, -1, out=wide)
+
+
 def _softmax_of(
     logits: Tensor, wide: Tensor, labels: Tensor, part: VocabularyPart | None, with_entropy: bool = False
 ) -> _Softmax:
@@ -68,7 +75,7 @@ def _softmax_of(
     column, is_local = _columns(labels, logits.shape[1], part)
     max_logit, predicted = logits.max(-1, keepdim=True)
     below_max = max_logit.float() - logits.gather(1, column).float()
-    probability = torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
+    probability = _softmax_into(wide, logits)
     # The largest probability is 1 / sum of the softmax. It is never too small for a logarithm.
     log_inverse_sum = probability.gather(1, predicted).log()
     logprob = log_inverse_sum - below_max
@@ -78,7 +85,8 @@ def _softmax_of(
 
     # FP64 is exact for FP32 numbers and for token ids.
     local = [max_logit, log_inverse_sum, logprob.where(is_local, -torch.inf), predicted + part.rank * logits.shape[1]]
-    local += [] if entropy is None else [entropy]
+    if entropy is not None:
+        local.append(entropy)
     # From here on, tensors are [ranks, n, 1].
     gathered = part.gather(torch.cat([x.double() for x in local], 1)).split(1, -1)
     max_logit, log_inverse_sum, logprob, predicted, *entropies = gathered
@@ -168,8 +176,8 @@ class _SummedLoss(torch.autograd.Function):
             predictions_T1[rows] = softmax.predicted
             if any(ctx.needs_input_grad):
                 grad_logits = softmax.probability
-                share = softmax.share
-                grad_logits = grad_logits if share is None else grad_logits.mul_(share)
+                if softmax.share is not None:
+                    grad_logits.mul_(softmax.share)
                 _add_at_labels(grad_logits, labels_T1[rows], part, -1.0)
                 gradients.add(rows, logits.copy_(grad_logits))
         ctx.save_for_backward(*gradients.finish())
@@ -226,7 +234,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprob_factor = torch.zeros_like(is_target, dtype=torch.float32) if logprob_factor is None else logprob_factor
         gradients = _Gradients(hidden_TD, weight_VD, labels_T1, ctx.needs_input_grad)
         for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
-            grad_logits = torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
+            grad_logits = _softmax_into(wide, logits)
             if shares is not None:
                 grad_logits.mul_(shares[rows])
             factor = logprob_factor[rows]
@@ -266,7 +274,7 @@ def summed_loss(
             of the total loss; the gradient of `hidden` is this rank's summand of it.
         chunk_tokens: tokens per chunk of logits. None: default of `loss_chunk_tokens`.
     """
-    is_counted = labels != IGNORE
+    is_counted = labels != IGNORE  # on this rank: each rank counts its own part of the sequence
     chunk_tokens = chunk_tokens or _chunk_tokens_of(weight)
     if part is not None:
         for other in {*range(part.ranks)} - {part.rank}:
@@ -293,9 +301,9 @@ def token_logprobs(
     Arguments are as in `summed_loss`. With ``part``, collective: all its ranks get the values of the whole sequence
     and must compute the same objective from them, so that its gradient counts once.
     """
-    # The gradient of the entropy needs a second tensor as large as the logits.
     chunk_tokens = chunk_tokens or _chunk_tokens_of(weight)
-    chunk_tokens = -(-chunk_tokens // 2) if entropy else chunk_tokens
+    if entropy:  # its gradient needs a second tensor as large as the logits
+        chunk_tokens = -(-chunk_tokens // 2)
     logprobs, entropies, predictions = _TokenLogprobs.apply(
         *_rows_of(hidden, weight), labels.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy
     )

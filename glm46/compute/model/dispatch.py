@@ -11,7 +11,7 @@ from glm46.compute.model.router import Routing
 Sent = TypeVar("Sent")
 """Tokens in transit to their experts, by dispatcher."""
 Results = TypeVar("Results", contravariant=True)
-"""What the experts return: [N, D], or what an overlap returned."""
+"""What the experts return: [N, D], or what a `ChunkSchedule` returned."""
 Way = TypeVar("Way")
 """What a dispatcher needs to bring results back to their tokens."""
 
@@ -54,7 +54,7 @@ class TokenDispatcher(Protocol[Sent, Results, Way]):
         """Start sending each token to its experts. Work done before `arrived` overlaps with the exchange."""
 
     def arrived(self, sent: Sent) -> tuple[ArrivedRows, Way, ChunkSchedule | None]:
-        """Return the received rows, their way back, and an overlap if other tokens are still in transit."""
+        """Return the received rows, their way back, and a schedule if other chunks are still in transit."""
 
     def combine(self, results: Results, way: Way) -> Tensor:
         """Sum the expert results of each token, [T, D]."""
@@ -97,8 +97,9 @@ class Sum(torch.autograd.Function):
 def _sum_copies(y_ND: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
     # fp32: all forms sum BF16 rows in FP32 and round once, without a tensor of all terms in memory.
     if first_R is not None:
-        rows = len(first_R), *y_ND.shape[1:]
-        return F.embedding_bag(place, y_ND, first_R, mode="sum") if len(place) else y_ND.new_zeros(rows)
+        if not len(place):
+            return y_ND.new_zeros(len(first_R), *y_ND.shape[1:])
+        return F.embedding_bag(place, y_ND, first_R, mode="sum")
     if place.dim() == 1:
         return y_ND.index_select(0, place)
     if torch.compiler.is_compiling():  # one kernel with the addition that follows; `embedding_bag` is always its own
@@ -201,7 +202,7 @@ def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tenso
     size_E = end_E.diff(prepend=end_E.new_zeros(1))
     padded_end_E = ((size_E + multiple - 1) // multiple * multiple).cumsum(0)
     padded_size_E = padded_end_E.diff(prepend=padded_end_E.new_zeros(1))
-    shift_E = (padded_end_E - padded_size_E) - (end_E - size_E)
+    shift_E = (padded_end_E - padded_size_E) - (end_E - size_E)  # by how much padding moves the start of each group
     place_P = torch.arange(-(-(rows + groups * (multiple - 1)) // multiple) * multiple, device=device)
     group_P = torch.searchsorted(padded_end_E, place_P, right=True).clamp(max=groups - 1)
     row_P = (place_P - shift_E[group_P]).minimum(end_E[group_P] - 1).clamp(0, rows - 1)

@@ -122,7 +122,7 @@ class Experts(nn.Module):
         """Converted forms of each weight, by its name, which `product` reuses until the weight changes."""
 
     def forward(
-        self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor, overlap: ChunkSchedule | None = None
+        self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor, schedule: ChunkSchedule | None = None
     ) -> Tensor | tuple[NamedTuple, ...]:
         """Apply expert e to rows [offsets[e-1], offsets[e]) and scale each row by its routing weight.
 
@@ -130,15 +130,15 @@ class Experts(nn.Module):
             x_ND: N assignments sorted by expert, [N, D].
             weights_N: FP32 [N].
             offsets: int32 [E].
-            overlap: computes these rows, and those still in transit. It runs inside this call, so that FSDP2 gathers
+            schedule: computes these rows, and those still in transit. It runs inside this call, so that FSDP2 gathers
                 weights once; it holds the tensors in transit, so that FSDP2 reduces gradients only after the gradients
                 of all chunks are complete.
 
         Returns:
-            [N, D], dtype of `x_ND`; or what ``overlap`` returns.
+            [N, D], dtype of `x_ND`; or what ``schedule`` returns.
         """
-        if overlap is not None:
-            return overlap.compute(self, ArrivedRows(x_ND, weights_N, offsets))
+        if schedule is not None:
+            return schedule.compute(self, ArrivedRows(x_ND, weights_N, offsets))
         return self.second_product(self.first_product(x_ND, offsets), weights_N, offsets)
 
     def first_product(self, x_ND: Tensor, offsets: Tensor) -> Tensor:

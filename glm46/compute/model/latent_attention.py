@@ -39,8 +39,11 @@ class LatentAttention(nn.Module):
         assert shape.q_lora_rank and shape.kv_lora_rank and shape.qk_nope_head_dim and shape.qk_rope_head_dim
         self.head_dim = shape.head_dim
         self.key_part = shape.qk_nope_head_dim
+        """Width of the part of a key that is not rotated; it comes first."""
         self.rank = shape.kv_lora_rank
+        """Width of the latent of keys and values."""
         self.rotated = shape.qk_rope_head_dim
+        """Width of the rotated part of a key, which all heads share."""
         width = shape.num_attention_heads * shape.head_dim
         expanded_width = shape.qk_nope_head_dim + shape.head_dim
         self.q_a_proj = Linear(shape.hidden_size, shape.q_lora_rank, bias=False)
@@ -58,8 +61,8 @@ class LatentAttention(nn.Module):
         B, S, _ = x.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, S, -1, self.head_dim)
         q = torch.cat([q[..., : self.key_part], rotate_pairs(q[..., self.key_part :], rope)], dim=-1)
-        latent, key = self.kv_a_proj_with_mqa(x).unsqueeze(2).tensor_split([self.rank], dim=-1)
-        rows = torch.cat([self.kv_a_layernorm(latent), rotate_pairs(key, rope)], dim=-1)
+        latent, rotated_part = self.kv_a_proj_with_mqa(x).unsqueeze(2).tensor_split([self.rank], dim=-1)
+        rows = torch.cat([self.kv_a_layernorm(latent), rotate_pairs(rotated_part, rope)], dim=-1)
         out = self.core(q, rows, self.expand, layout)
         return self.o_proj(out.reshape(B, S, -1))
 

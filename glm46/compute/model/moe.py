@@ -32,7 +32,7 @@ class MoE(nn.Module):
         # Computed during the exchange, in backward too. It must come before the experts: a recomputation of this layer
         # stops at the last tensor that backward needs, and must not reach the exchange after the experts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
-        rows, way, overlap = self.dispatcher.arrived(sent)
-        results = self.experts(*rows, overlap)
+        rows, way, schedule = self.dispatcher.arrived(sent)
+        results = self.experts(*rows, schedule)
         y = self.dispatcher.combine(results, way).view_as(x)
         return (y if shared is None else y + shared), routing.statistics

@@ -30,8 +30,8 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.adapter import BASE_FORMATS, BaseFormat
 from glm46.run.parameters import DECODED_AT_ONCE, base_families, find_parameter, scales_name
 
-_TYPES = {"float8": torch.int32, "int4": torch.int16, "nf4": torch.uint8}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_SCALE_TYPES = {"float8": torch.int32, "int4": torch.int16, "nf4": torch.uint8}
+_FORMAT_OF_SCALE_TYPE = {dtype: name for name, dtype in _SCALE_TYPES.items()}
 NF4_LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -50,6 +50,7 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
+"""Ascending; the code of a value is its index."""
 _LEVELS = {"int4": tuple(float(value) for value in range(-8, 8)), "nf4": NF4_LEVELS}
 CODE_SHIFT = 7
 """Shift from an 8-bit float to FP16: the 8-bit float is FP16 without its sign and its last 7 bits."""
@@ -71,7 +72,7 @@ def store_quantised(model: Transformer, base_dtype: str) -> list[nn.Module]:
         module: Any = model.get_submodule(owner)
         *rows, columns = weight.shape
         values = weight.new_empty((*rows, columns * base.bits // 8), dtype=torch.uint8)
-        scales = weight.new_empty((*rows, columns // base.columns), dtype=_TYPES[base_dtype])
+        scales = weight.new_empty((*rows, columns // base.columns), dtype=_SCALE_TYPES[base_dtype])
         module.register_parameter(key, nn.Parameter(values, requires_grad=False))
         module.register_parameter(scales_name(key), nn.Parameter(scales, requires_grad=False))
         module.compute_type = weight.dtype
@@ -88,12 +89,12 @@ def local_scales(module: nn.Module, key: str) -> Tensor | None:
 
 def base_dtype_of(scales: Tensor) -> str:
     """Return the format of the weights with such scales, a key of `BASE_FORMATS`."""
-    return _NAMES[scales.dtype]
+    return _FORMAT_OF_SCALE_TYPE[scales.dtype]
 
 
 def format_of(scales: Tensor) -> BaseFormat:
     """Return the `BaseFormat` of the weights with such scales."""
-    return BASE_FORMATS[_NAMES[scales.dtype]]
+    return BASE_FORMATS[_FORMAT_OF_SCALE_TYPE[scales.dtype]]
 
 
 def columns_of(weight: Tensor, scales: Tensor | None) -> int:
@@ -124,8 +125,8 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
     converted_weight = weight.new_empty((*weight.shape[:-1], columns_of(weight, scales)), dtype=dtype)
     pairs = _pairs(base_dtype, weight.device)
     # Some rows at a time, because indices take 4 bytes and values are FP32.
-    rows = max(1, DECODED_AT_ONCE // max(1, converted_weight.shape[-1]))
-    parts = (part.flatten(0, -2).split(rows) for part in (converted_weight, weight, scales))
+    rows_at_once = max(1, DECODED_AT_ONCE // max(1, converted_weight.shape[-1]))
+    parts = (part.flatten(0, -2).split(rows_at_once) for part in (converted_weight, weight, scales))
     for out, packed, group_scales in zip(*parts, strict=True):
         values = pairs.index_select(0, packed.flatten().int()).view(torch.float32)
         out.copy_(
@@ -135,6 +136,7 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
 
 
 _one_kernel: Callable[..., Tensor] | None = None
+"""Compiled `converted`, once `let_conversions_compile` has been called."""
 
 
 def let_conversions_compile() -> None:

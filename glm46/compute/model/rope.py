@@ -33,7 +33,8 @@ def inverse_frequencies(shape: ModelShape, device: torch.device) -> tuple[Tensor
     # YaRN keeps frequencies that turn often within the original length, and interpolates slow ones.
     interpolated_part = 1.0 - _yarn_ramp(scaling, dim, shape.rope_theta, device)
     frequencies = frequencies / scaling.factor * interpolated_part + frequencies * (1.0 - interpolated_part)
-    return frequencies, 1.0 if scaling.factor <= 1.0 else 0.1 * math.log(scaling.factor) + 1.0
+    factor = 1.0 if scaling.factor <= 1.0 else 0.1 * math.log(scaling.factor) + 1.0
+    return frequencies, factor
 
 
 def _yarn_ramp(scaling: RopeScalingConfig, dim: int, theta: float, device: torch.device) -> Tensor:
@@ -41,13 +42,15 @@ def _yarn_ramp(scaling: RopeScalingConfig, dim: int, theta: float, device: torch
     between."""
 
     def pair_that_turns(turns: float) -> float:
+        """Return the index of the pair that turns so often within the original length."""
         positions = scaling.original_max_position_embeddings
         assert positions is not None, "yarn requires it"
         return dim * math.log(positions / (turns * 2.0 * math.pi)) / (2.0 * math.log(theta))
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
     high: float = min(math.ceil(pair_that_turns(scaling.beta_slow)), dim - 1)
-    high = high + 0.001 if high == low else high  # a step instead of a ramp; avoids division by zero
+    if high == low:
+        high += 0.001  # a step instead of a ramp; avoids division by zero
     pairs = torch.arange(dim // 2, dtype=torch.float32, device=device)
     return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)
 

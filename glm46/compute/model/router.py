@@ -146,11 +146,14 @@ class Router(nn.Module):
             weights_TA = weights_TA * kept_TA
         if not options.statistics:
             return Routing(weights_TA, experts_TA, None)
+        routes = None
+        if options.record:
+            routes = experts_TA.view(B, S, -1).to(route_type(self.shape.n_routed_experts))
         statistics = RoutingStatistics(
             aux_losses=self._aux_losses(logits_TE, scores_TE, is_real, (B, S), options),
             tokens_per_expert=_count(experts_TA, kept_TA, self.shape.n_routed_experts),
             overflow=num_assigned - kept_TA.sum(),
-            routes=(experts_TA.view(B, S, -1).to(route_type(self.shape.n_routed_experts)) if options.record else None),
+            routes=routes,
         )
         return Routing(weights_TA, experts_TA, statistics)
 

@@ -44,13 +44,13 @@ def compact_routes(routes: Tensor, size: tuple[int, ...], shape: ModelShape) -> 
             f"routes {list(routes.shape)}: must be {list(expected)}: tokens, then {expected[-2]} MoE layers, without "
             f"dense and prediction layers, and {expected[-1]} experts of a token; let the engine serve this model"
         )
-    no_route = 255 if routes.dtype == dtype == torch.uint8 else -1
+    no_route = 255 if routes.dtype == dtype == torch.uint8 else -1  # 255 as in `no_routes`
     wide = routes if routes.dtype == dtype else routes.to(torch.int64)
     ordered = wide.sort(-1).values
     low = ordered[..., 0]
     high = ordered[..., -1]
     is_wrong = (low < 0) | (high >= E) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-    is_wrong &= (low != no_route) | (high != no_route)
+    is_wrong &= (low != no_route) | (high != no_route)  # no route: all experts of the token have this value
     if is_wrong.any():
         *token, layer = is_wrong.nonzero()[0].tolist()
         raise UserError(

@@ -121,6 +121,7 @@ class Transformer(nn.Module):
         self.router_temperature = 1.0
         """See `NetworkFunction`; `compute_as` sets it."""
         self._temperature: Tensor | None = None
+        """The same as an argument of compiled layers, see `RoutingOptions.temperature`."""
         self.mtp_alone = False
         """Whether the losses of the prediction layers give gradients only to these layers, and no gradient to what they
         share with the main model: hidden states, embedding and head."""
@@ -270,9 +271,9 @@ class Transformer(nn.Module):
             heads[0].loss,
             torch.stack(mtp_losses) if mtp_losses else hidden.new_zeros(0, dtype=torch.float32),
             *self._sums(statistics, hidden),
-            torch.stack([head.predictions for head in heads]),
-            heads[0].logprobs,
-            heads[0].entropy,
+            predictions=torch.stack([head.predictions for head in heads]),
+            logprobs=heads[0].logprobs,
+            entropy=heads[0].entropy,
         )
 
     def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,8 +281,9 @@ class Transformer(nn.Module):
         if not statistics:
             counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
             return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
-        losses, counts, overflow = (torch.stack(values) for values in zip(*(s[:3] for s in statistics), strict=True))
-        return losses.sum(0), counts, overflow
+        losses = torch.stack([layer.aux_losses for layer in statistics]).sum(0)
+        counts = torch.stack([layer.tokens_per_expert for layer in statistics])
+        return losses, counts, torch.stack([layer.overflow for layer in statistics])
 
     def routers(self) -> dict[str, Router]:
         """Return the routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
