@@ -38,7 +38,8 @@ _OPERATORS = {
 }
 """Operators whose results selective checkpointing keeps, by the names that `recompute` takes."""
 Put = Callable[[Tensor], Callable[[], Tensor]]
-_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+"""Moves a tensor, and returns a function that returns it."""
+_CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 """Options of `checkpoint`. The model generates no random numbers."""
 
 
@@ -65,12 +66,13 @@ def apply(
         # DoRA's magnitudes scale what the experts' second product returns, and backward reads it.
         reads_down = any(name.endswith("down_magnitude") for name, _ in module.named_parameters())
         contexts = functools.partial(recomputation_contexts, mode, recompute, isinstance(module, MTPLayer), reads_down)
-        # Nothing of ours is between: a compiled prediction layer would trace it, and end in a graph break.
-        forward = functools.partial(checkpoint, module.forward, context_fn=contexts, **_OPTIONS)
+        # Without a function of ours around it: a compiled prediction layer would trace it, and end in a graph break.
+        forward = functools.partial(checkpoint, module.forward, context_fn=contexts, **_CHECKPOINT_OPTIONS)
         if copies is not None:
-            # Buffers that a pipeline stage receives in stay: the first hidden states, and embeddings.
-            stay = {0, 1} if number == 0 else {1}
-            stay = set() if model.embed_tokens is not None else stay
+            stay: set[int] = set()
+            if model.embed_tokens is None:
+                # Buffers that a pipeline stage receives in: embeddings (argument 1), and the first hidden states (0).
+                stay = {0, 1} if number == 0 else {1}
             forward = functools.partial(_in_host_memory, copies, number == 0, stay, module.forward, contexts)
         module.forward = forward
 
@@ -90,14 +92,15 @@ def _in_host_memory(
         else argument
         for place, argument in enumerate(arguments)
     ]
-    first = [arguments]  # the tensors themselves, with their place in the graph, for the forward alone
+    originals = [arguments]  # the tensors themselves, with their place in the graph, for the forward alone
 
     def run(*arguments: object) -> object:
-        restored = first.pop() if first else (a.take() if isinstance(a, Copied) else a for a in arguments)
-        return forward(*restored)
+        if originals:
+            return forward(*originals.pop())
+        return forward(*(argument.take() if isinstance(argument, Copied) else argument for argument in arguments))
 
     in_host = functools.partial(contexts, put=lambda x: layer.copy(x).take)
-    return checkpoint(run, *kept, context_fn=in_host, **_OPTIONS)
+    return checkpoint(run, *kept, context_fn=in_host, **_CHECKPOINT_OPTIONS)
 
 
 def recomputation_contexts(
@@ -113,7 +116,7 @@ def recomputation_contexts(
         reads_result: True if backward needs the results of the experts of other ranks. If False, a chunk's rows are not
             sent back while the rows of the next chunk are computed again.
         reads_down: True if backward needs the result of the experts' second product.
-        put: moves a kept tensor, and returns a function that returns it; None to leave tensors where they are.
+        put: moves the kept tensors; None leaves them where they are.
     """
     skipped: tuple[Part, ...] = () if reads_result else ("back",)
     reads_down = reads_down or reads_result
@@ -151,7 +154,7 @@ class _Keeping(compat.DispatchMode):
     def __init__(self, results: _Results):
         super().__init__()
         self._results = results
-        self._products = 0
+        self._num_products = 0
         self._saved_results: list[Any] = []
 
     def __torch_dispatch__(
@@ -160,10 +163,10 @@ class _Keeping(compat.DispatchMode):
         out = operator(*arguments, **keywords or {})
         if operator in self._results.saved:
             saved = _changed(Tensor.detach, out, Tensor)
-            self._products += operator in _OPERATORS["experts"]
-            if operator in _OPERATORS["experts"] and self._products % 2 == 0 and not self._results.reads_down:
-                # Nobody reads the result of the experts' second product, so its shape is enough. What adapters keep
-                # of it is read.
+            self._num_products += operator in _OPERATORS["experts"]
+            if operator in _OPERATORS["experts"] and self._num_products % 2 == 0 and not self._results.reads_down:
+                # Nobody reads the result of the experts' second product, so its shape is enough. Adapters have another
+                # result, which their backward reads.
                 y, *others = saved if isinstance(saved, tuple) else (saved,)
                 empty = functools.partial(torch.empty_strided, y.shape, y.stride(), dtype=y.dtype, device=y.device)
                 saved = (empty, *others) if others else empty
@@ -173,7 +176,7 @@ class _Keeping(compat.DispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         # Not earlier: rows of an exchange have arrived only after they were awaited.
-        put = self._results.put or (lambda x: lambda: x)
+        put = self._results.put or (lambda x: lambda: x)  # by default a tensor stays where it is
         self._results.kept.extend(_changed(put, saved, Tensor) for saved in self._saved_results)
         self._saved_results = []
 
@@ -184,15 +187,15 @@ class _Recalling(compat.DispatchMode):
     def __init__(self, results: _Results):
         super().__init__()
         self._results = results
-        self._products = 0
+        self._num_products = 0
 
     def __torch_dispatch__(
         self, operator: Any, types: object, arguments: tuple = (), keywords: dict | None = None
     ) -> Any:
         if operator in self._results.saved:
             return _changed(lambda kept: kept(), self._results.kept.popleft(), Callable)
-        self._products += operator in _OPERATORS["experts"]
-        if operator is grouped_mm._opoverload and self._products % 2 == 0 and not self._results.reads_down:
+        self._num_products += operator in _OPERATORS["experts"]
+        if operator is grouped_mm._opoverload and self._num_products % 2 == 0 and not self._results.reads_down:
             x, weight, _ = arguments  # the second product, which saves its arguments alone
             return x.new_empty(len(x), weight.shape[2])
         return operator(*arguments, **keywords or {})

@@ -45,8 +45,10 @@ def apply(
         compat.let_backward_run_twice()
     if torch.cuda.is_available():
         let_conversions_compile()
-    ahead: list[Any] = [*model.mtp.values()]
-    for layer in (*model.layers.values(), *(layer.block if inner_layers else layer for layer in ahead)):
+    prediction_layers: list[Any] = [*model.mtp.values()]
+    if inner_layers:
+        prediction_layers = [layer.block for layer in prediction_layers]
+    for layer in (*model.layers.values(), *prediction_layers):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):
@@ -93,9 +95,10 @@ def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:
                 if isinstance(argument.exchange, KeyExchange):
                     compat.let_size_vary(argument.exchange.keys, 0)
             elif sizes_vary:
-                for tensor in argument if type(argument) is tuple else (argument,):
+                tensors = argument if type(argument) is tuple else (argument,)  # the rotary tables are a pair
+                for tensor in tensors:
                     if isinstance(tensor, Tensor):
-                        for dim in range(2):
+                        for dim in range(2):  # rows and tokens
                             compat.let_size_vary(tensor, dim)
         return forward(*arguments)
 

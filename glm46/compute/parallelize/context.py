@@ -82,7 +82,7 @@ def _gathering(core: Callable[..., Tensor], shard: SequenceShard) -> Callable[..
             return around_the_ring(q, k, v, layout.exchange)
         if callable(v):  # latent attention: rows are gathered, and expanded after it
             return core(q, gather_runs(k, layout.exchange), v, layout._replace(exchange=None))
-        # The gathered keys are free again before the values come.
+        # Each call frees its gathered tensor, so that those of keys and values do not exist at the same time.
         return core(q, gather_runs(k, layout.exchange), gather_runs(v, layout.exchange), layout._replace(exchange=None))
 
     return gathering_core

@@ -77,14 +77,14 @@ class _Sent:
     def __init__(self) -> None:
         self.handle: Any = None
         self.experts_MA: Tensor | None = None
-        """int64: of this rank, counted from its first one; -1 for others."""
+        """int64: experts of this rank, counted from its first one; -1 for experts of other ranks."""
         self.weights_MA: Tensor | None = None
         self.rows_MD: Tensor | None = None
         """Kept where a recomputation does not send them again."""
 
 
-class _Way:
-    """The way of the tokens of a layer to their experts and back. It is used once, by a forward or a recomputation."""
+class _Trip:
+    """The trip of the tokens of a layer to their experts and back. It is used once, by a forward or a recomputation."""
 
     def __init__(self, buffer: Any):
         self.buffer = buffer
@@ -123,53 +123,53 @@ class _Way:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int, way: _Way):
-        ctx.way = way
-        rows_MD = way.dispatch(x_TD.contiguous(), weights_TA.contiguous(), experts_TA, num_experts)
-        return rows_MD, way.sent.weights_MA.detach()
+    def forward(ctx, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int, trip: _Trip):
+        ctx.trip = trip
+        rows_MD = trip.dispatch(x_TD.contiguous(), weights_TA.contiguous(), experts_TA, num_experts)
+        return rows_MD, trip.sent.weights_MA.detach()
 
     @staticmethod
     def backward(ctx, *_: Tensor):
-        grad_TD, grad_TA, event = ctx.way.returning
-        ctx.way.returning = None
+        grad_TD, grad_TA, event = ctx.trip.returning
+        ctx.trip.returning = None
         event.current_stream_wait()
         return grad_TD, grad_TA, None, None, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_MD: Tensor, weights_MA: Tensor, way: _Way):
-        ctx.way = way
-        way.wait()
+    def forward(ctx, rows_MD: Tensor, weights_MA: Tensor, trip: _Trip):
+        ctx.trip = trip
+        trip.wait()
         return rows_MD.view_as(rows_MD), weights_MA.view_as(weights_MA)
 
     @staticmethod
     def backward(ctx, grad_MD: Tensor, grad_MA: Tensor):
-        way = ctx.way
-        way.returning = way.buffer.combine(
-            grad_MD.contiguous(), way.sent.handle, topk_weights=grad_MA.contiguous(), async_with_compute_stream=True
+        trip = ctx.trip
+        trip.returning = trip.buffer.combine(
+            grad_MD.contiguous(), trip.sent.handle, topk_weights=grad_MA.contiguous(), async_with_compute_stream=True
         )
         return grad_MD, grad_MA, None  # reach only `_Start`; autograd requires the shapes of what arrived
 
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_MD: Tensor, way: _Way, tokens: int) -> Tensor:
-        ctx.way = way
+    def forward(ctx, y_MD: Tensor, trip: _Trip, tokens: int) -> Tensor:
+        ctx.trip = trip
         if leaves_out("back"):
             return y_MD.new_empty(tokens, y_MD.shape[1])
         with waiting_for_ranks():
-            return way.buffer.combine(y_MD.contiguous(), way.sent.handle)[0]
+            return trip.buffer.combine(y_MD.contiguous(), trip.sent.handle)[0]
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):
-        return ctx.way.buffer.dispatch(grad_TD.contiguous(), handle=ctx.way.sent.handle)[0], None, None
+        return ctx.trip.buffer.dispatch(grad_TD.contiguous(), handle=ctx.trip.sent.handle)[0], None, None
 
 
 class _SentRows(NamedTuple):
     rows_MD: Tensor
     weights_MA: Tensor
-    way: _Way
+    trip: _Trip
     experts_per_rank: int
     tokens: int
     """Tokens of this rank."""
@@ -177,7 +177,7 @@ class _SentRows(NamedTuple):
 
 class _WayBack(NamedTuple):
     copies: Copies
-    way: _Way
+    trip: _Trip
     tokens: int
 
 
@@ -193,28 +193,31 @@ class DeepEPDispatcher:
     @torch.compiler.disable
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> _SentRows:
         """See `TokenDispatcher.start`. Collective."""
-        way = _Way(self._buffer)
+        trip = _Trip(self._buffer)
         capacity = self._buffer.num_max_tokens_per_rank
         if len(x_TD) > capacity:
             fault = f"a rank has {len(x_TD):,} tokens at once, and a micro-batch, for which its buffer is, {capacity:,}"
             raise UserError(f'parallelism.expert_exchange = "deepep": {fault}; use "two_level"')
         # Weight 0: dropped by padding or the capacity, and not sent.
         experts_TA = torch.where(routing.weights > 0, routing.experts, -1).to(torch.int64)
-        rows_MD, weights_MA = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, way)
-        return _SentRows(rows_MD, weights_MA, way, num_experts // self._ranks, len(x_TD))
+        rows_MD, weights_MA = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, trip)
+        return _SentRows(rows_MD, weights_MA, trip, num_experts // self._ranks, len(x_TD))
 
     @torch.compiler.disable
     def arrived(self, sent: _SentRows) -> tuple[ArrivedRows, _WayBack, None]:
         """See `TokenDispatcher.arrived`."""
-        way = sent.way
-        x_MD, weights_MA = _Finish.apply(sent.rows_MD, sent.weights_MA, way)
-        experts_MA = way.sent.experts_MA
-        total = sum(way.sent.handle.num_recv_tokens_per_expert_list)
-        places = place_at_experts(experts_MA, experts_MA >= 0, sent.experts_per_rank, 1, total)
+        trip = sent.trip
+        x_MD, weights_MA = _Finish.apply(sent.rows_MD, sent.weights_MA, trip)
+        experts_MA = trip.sent.experts_MA
+        total = sum(trip.sent.handle.num_recv_tokens_per_expert_list)
+        # One part: the rows have arrived in the order of their ranks.
+        places = place_at_experts(
+            key_MA=experts_MA, is_here_MA=experts_MA >= 0, experts=sent.experts_per_rank, parts=1, total=total
+        )
         rows, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
-        return rows, _WayBack(copies, way, sent.tokens), None
+        return rows, _WayBack(copies, trip, sent.tokens), None
 
     @torch.compiler.disable
     def combine(self, results: Tensor, way: _WayBack) -> Tensor:
         """See `TokenDispatcher.combine`. Collective."""
-        return _Back.apply(way.copies.sum_rows(results), way.way, way.tokens)
+        return _Back.apply(way.copies.sum_rows(results), way.trip, way.tokens)

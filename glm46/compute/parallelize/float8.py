@@ -39,19 +39,19 @@ def apply(model: Transformer, plan: Plan) -> None:
     layers = linear_layers(plan.shape, float8, plan.layout.tp)
     converted = {layer.name for layer in layers if layer.excluded_by is None}
     product = linear_product(float8)
-    recipe = _recipe(float8)
+    recipe_layer = _layer_of_recipe(float8)
     for name, module in model.named_modules():
         if name in converted:
             module.product = product
             if float8.enable_fsdp_float8_all_gather:
-                module.weight = nn.Parameter(_gathered_in_fp8(module.weight, recipe))
+                module.weight = nn.Parameter(_gathered_in_fp8(module.weight, recipe_layer))
         elif isinstance(module, MoE) and float8.experts_recipe_name is not None:
             experts: Any = module.experts
             experts.product = experts_product(float8)
             module.dispatcher.multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
 
 
-def _recipe(float8: Float8Config) -> "Float8Linear":
+def _layer_of_recipe(float8: Float8Config) -> "Float8Linear":
     """Return a layer of torchao that holds its configuration of a recipe."""
     # Imported here: only FP8 runs need it.
     compat.quiet_libraries()
@@ -62,14 +62,14 @@ def _recipe(float8: Float8Config) -> "Float8Linear":
     return Float8Linear(1, 1, bias=False, config=config, device="meta")
 
 
-def _gathered_in_fp8(weight: Tensor, recipe: "Float8Linear") -> Tensor:
+def _gathered_in_fp8(weight: Tensor, recipe_layer: "Float8Linear") -> Tensor:
     """Return a weight that FSDP2 gathers in FP8, with one scale for all shards. `local_tensor` gives the shard as it
     is."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     if not isinstance(weight, DTensor):
-        return WeightWithDynamicFloat8CastTensor(weight, recipe.linear_mm_config, E4M3)
-    local = WeightWithDynamicFloat8CastTensor(weight.to_local(), recipe.linear_mm_config, E4M3)
+        return WeightWithDynamicFloat8CastTensor(weight, recipe_layer.linear_mm_config, E4M3)
+    local = WeightWithDynamicFloat8CastTensor(weight.to_local(), recipe_layer.linear_mm_config, E4M3)
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
 
 
@@ -107,7 +107,7 @@ class GatheredScales:
 
 def linear_product(float8: Float8Config) -> LinearProduct:
     """Return a `Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
-    layer = _recipe(float8)
+    layer = _layer_of_recipe(float8)
     products = layer.linear_mm_config
     config = layer.config
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args

@@ -78,21 +78,20 @@ class _GroupedProduct(torch.autograd.Function):
         ctx, kernels: GroupedKernels, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, *forms: Tensor
     ) -> Tensor:
         ctx.kernels = kernels
-        half = len(forms) // 2
+        half = len(forms) // 2  # kept forms: those for forward, then those for backward
         ctx.save_for_backward(x_NI, offsets, *(forms[half:] or (weight_EOI,)))
         ctx.has_forms = len(forms) > 0  # bool() of a tuple is not traced by torch 2.11
         return kernels.multiply(x_NI, forms[:half] or kernels.forms(weight_EOI, for_backward=False), offsets)
 
     @staticmethod
     def backward(ctx, grad_NO: Tensor):
-        x_NI, offsets, *forms = ctx.saved_tensors
+        x_NI, offsets, *saved = ctx.saved_tensors  # and the forms for backward, or the weight
         kernels = ctx.kernels
         grad_NO = grad_NO.contiguous()
-        if not ctx.has_forms:
-            forms = kernels.forms(forms[0], for_backward=True)
+        forms = tuple(saved) if ctx.has_forms else kernels.forms(saved[0], for_backward=True)
         grad_weight = kernels.outer(grad_NO, x_NI, offsets) if ctx.needs_input_grad[2] else None
         unused = (None,) * (len(ctx.needs_input_grad) - 3)
-        return None, kernels.multiply(grad_NO, tuple(forms), offsets), grad_weight, *unused
+        return None, kernels.multiply(grad_NO, forms, offsets), grad_weight, *unused
 
 
 class Emulated:
@@ -109,7 +108,8 @@ class Emulated:
 
     def forms(self, weight_EOI: Tensor, for_backward: bool) -> tuple[Tensor, ...]:
         """See `GroupedKernels.forms`."""
-        rounded = _rounded(weight_EOI, 1 if for_backward else -1, self._block)
+        summed_dim = 1 if for_backward else -1  # of the product: outputs, or inputs
+        rounded = _rounded(weight_EOI, summed_dim, self._block)
         return (rounded if for_backward else rounded.transpose(1, 2),)
 
     def multiply(self, x_NI: Tensor, forms: tuple[Tensor, ...], offsets: Tensor) -> Tensor:

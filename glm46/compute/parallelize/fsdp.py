@@ -37,7 +37,7 @@ def apply(model: Transformer, meshes: Meshes, plan: Plan) -> None:
         if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
-                if set(experts.parameters()) - ignored:
+                if set(experts.parameters()) - ignored:  # something to shard
                     # FSDP2 would round the rows' FP32 weights.
                     expert_options = layer_options | {"mp_policy": replace(policy, cast_forward_inputs=False)}
                     fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **expert_options)

@@ -27,6 +27,7 @@ class HostCopies:
         """Layers that still have tensors on the device, in the order of their forwards: the current one and the one
         before it, whose copies run while the current one computes."""
         self._latest: weakref.ref[LayerCopies] | None = None
+        """The layer whose forward began last. Weak, so that a layer ends with its graph."""
 
     def begin(self, is_first: bool) -> "LayerCopies":
         """Begin the forward of a layer: the first layer of a micro-batch, or the next one."""
@@ -47,12 +48,13 @@ class LayerCopies:
     """The tensors that one forward of a layer keeps."""
 
     def __init__(self, owner: HostCopies, before: "weakref.ref[LayerCopies] | None"):
+        """``before``: the layer before it in its micro-batch, whose backward comes next; None for the first."""
         self._owner = owner
         self._before = before
         self._is_fetched = False
         self._copies: weakref.WeakSet[Copied] = weakref.WeakSet()
         self._done: torch.cuda.Event | None = None
-        """The last copy in either direction."""
+        """Event after the last copy, in either direction."""
 
     def copy(self, x: Tensor) -> "Copied":
         """Start to copy a tensor, which must not be changed."""
@@ -76,7 +78,7 @@ class LayerCopies:
             return
         self._is_fetched = True
         if any(copied.on_device is None for copied in self._copies):
-            self._owner.release()  # of later micro-batches
+            self._owner.release()  # what forwards of later micro-batches still have on the device
         self._load()
         self._wait()
         before = None if self._before is None else self._before()

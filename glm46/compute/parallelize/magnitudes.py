@@ -1,7 +1,7 @@
 """DoRA's norms of the rows of ``W + scale * B A``, computed on the shards: the ranks divide the rows."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,20 @@ from glm46.config.adapter import AdapterConfig
 from glm46.run.parameters import Parameter, find_parameter, scales_name
 
 
+class _AdaptedWeight(NamedTuple):
+    module: nn.Module
+    prefix: str
+    """Prefix of the names of its adapter and norms in the module."""
+    row: Parameter
+    """Row of the magnitude in `run/parameters.py`."""
+    weight: Tensor
+    scales: Tensor | None
+    """None if the weight is not quantised."""
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor
+
+
 class Magnitudes:
     """The magnitudes of a model, and the norms that they replace. Every method is collective over the stage."""
 
@@ -24,44 +38,40 @@ class Magnitudes:
         modules are gathered weights."""
         self._scale = adapter.scale
         self._meshes = meshes
-        self._sets: list[tuple[nn.Module, str, Parameter, list[Any]]] = [
-            (module, prefix, find_parameter(f"{name}.{prefix}magnitude"), [getattr(module, key, None) for key in keys])
-            for name, module in model.named_modules()
-            for prefix, keys in _keys(module)
+        self._adapted = [
+            adapted for name, module in model.named_modules() for adapted in _adapted_weights(name, module)
         ]
-        self._base: list[Tensor] = []
+        self._squares: list[Tensor] = []
+        """`base_squares` of each weight."""
 
     @torch.no_grad()
     def start(self, new_adapters: bool = True) -> None:
         """Compute the norms after the base was loaded. New adapters get the norms of the loaded weights as magnitudes,
         with which the model equals its base."""
-        self._base = [
-            base_squares(local_tensor(weight), _quantised(module, scales))
-            for module, *_, (weight, scales, *_) in self._sets
-        ]
+        self._squares = [base_squares(local_tensor(adapted.weight), _quantised(adapted)) for adapted in self._adapted]
         if new_adapters:
-            for base, (module, _, _, (*factors, magnitude)) in zip(self._base, self._sets, strict=True):
-                indices = torch.meshgrid(*global_indices(magnitude), indexing="ij")
-                local_tensor(magnitude).copy_(self._norm(module, base, *factors)[indices])
+            for squares, adapted in zip(self._squares, self._adapted, strict=True):
+                indices = torch.meshgrid(*global_indices(adapted.magnitude), indexing="ij")
+                local_tensor(adapted.magnitude).copy_(self._norm(squares, adapted)[indices])
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the norms again; call it after each change of the adapters."""
-        for base, (module, prefix, row, (*factors, magnitude)) in zip(self._base, self._sets, strict=True):
-            self._set(module, prefix, row, magnitude, self._norm(module, base, *factors))
+        for squares, adapted in zip(self._squares, self._adapted, strict=True):
+            self._set(adapted, self._norm(squares, adapted))
 
-    def _norm(
-        self, module: nn.Module, base: Tensor, weight: Tensor, scales: Tensor | None, a: Tensor, b: Tensor
-    ) -> Tensor:
+    def _norm(self, squares_of_base: Tensor, adapted: _AdaptedWeight) -> Tensor:
         """FP32 [O] or [E, O], whole, on the device of this rank."""
+        weight = adapted.weight
         *rows, columns = global_indices(weight)
-        a = _whole(a)
-        a = a.unflatten(-1, (weight.shape[-1], -1))[..., columns.to(a.device), :].flatten(-2)  # of packed columns
-        if len(rows) == 2:
+        a = _whole(adapted.a)
+        # This rank's columns. A column of a packed weight holds two columns of the matrix.
+        a = a.unflatten(-1, (weight.shape[-1], -1))[..., columns.to(a.device), :].flatten(-2)
+        if len(rows) == 2:  # experts, and rows of each
             a = a[rows[0].to(a.device)]
-        quantised = _quantised(module, scales)
-        squares = row_squares(base, local_tensor(weight), a, local_tensor(b), self._scale, quantised)
+        b = local_tensor(adapted.b)
+        squares = row_squares(squares_of_base, local_tensor(weight), a, b, self._scale, _quantised(adapted))
         whole = squares.new_zeros(weight.shape[:-1])
         whole[torch.meshgrid(*(index.to(whole.device) for index in rows), indexing="ij")] = squares
         if isinstance(weight, DTensor):
@@ -70,29 +80,38 @@ class Magnitudes:
                     dist.all_reduce(whole, group=weight.device_mesh.get_group(axis))
         return whole.sqrt_()
 
-    def _set(self, module: nn.Module, prefix: str, row: Parameter, magnitude: Tensor, norm: Tensor) -> None:
+    def _set(self, adapted: _AdaptedWeight, norm: Tensor) -> None:
         """Hand the module its part of the norms and of ``m / |V| - 1``."""
-        excess = _whole(magnitude) / norm - 1.0
+        excess = _whole(adapted.magnitude) / norm - 1.0
+        row = adapted.row
         mesh = None
         if self._meshes is not None and (row.is_expert or row.tensor_dim is not None):
             mesh = self._meshes.expert if row.is_expert else self._meshes.tensor
         for key, value in (("norm", norm), ("excess", excess)):
             part = value if mesh is None else value.chunk(mesh.size())[mesh.get_local_rank()]
-            setattr(module, f"{prefix}{key}", part)
+            setattr(adapted.module, f"{adapted.prefix}{key}", part)
 
 
-def _keys(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The prefix of each adapted weight of a module, and the keys of weight, its scales, A, B and magnitude."""
-    if hasattr(module, "magnitude"):
-        yield "", ("weight", scales_name("weight"), "lora_A", "lora_B", "magnitude")
-    for name in ("gate_up", "down"):
-        if hasattr(module, f"{name}_magnitude"):
-            yield f"{name}_", (name, scales_name(name), *(f"{name}_{key}" for key in ("lora_A", "lora_B", "magnitude")))
+def _adapted_weights(name: str, module: nn.Module) -> Iterator[_AdaptedWeight]:
+    """Yield the weights of a module that have magnitudes: that of a linear layer, or those of experts."""
+    for key, prefix in (("weight", ""), ("gate_up", "gate_up_"), ("down", "down_")):
+        if hasattr(module, f"{prefix}magnitude"):
+            yield _AdaptedWeight(
+                module,
+                prefix,
+                row=find_parameter(f"{name}.{prefix}magnitude"),
+                weight=getattr(module, key),
+                scales=getattr(module, scales_name(key), None),
+                a=getattr(module, f"{prefix}lora_A"),
+                b=getattr(module, f"{prefix}lora_B"),
+                magnitude=getattr(module, f"{prefix}magnitude"),
+            )
 
 
-def _quantised(module: Any, scales: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+def _quantised(adapted: _AdaptedWeight) -> tuple[Tensor, torch.dtype] | None:
     """See `row_squares`."""
-    return None if scales is None else (local_tensor(scales), module.compute_type)
+    module: Any = adapted.module
+    return None if adapted.scales is None else (local_tensor(adapted.scales), module.compute_type)
 
 
 def _whole(tensor: Tensor) -> Tensor:

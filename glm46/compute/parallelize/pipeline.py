@@ -98,7 +98,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Arguments, form: HeadForm = summed_loss) -> LossSums | None:
         """Return the output for one batch on the rank with the last stage, None on others. Collective."""
-        carried: tuple[Tensor, ...] = ()
+        carried: tuple[Tensor, ...] = ()  # what this rank's previous stage has computed, or another rank has sent
         result: LossSums | None = None
         for stage in self.stages:
             if stage.index == 0:
@@ -137,11 +137,11 @@ class Pipeline:
         if self._schedule is None or self._schedule[0] != key:
             stages = [self._pipeline_stage(stage, batch) for stage in self.stages]
             name = self._parallelism.pipeline_parallel_schedule
-            has_one = PIPELINE_SCHEDULES[name].has_one_stage
+            takes_one_stage = PIPELINE_SCHEDULES[name].has_one_stage
             schedule = get_schedule_class(name)(
-                stages[0] if has_one else stages,
+                stages[0] if takes_one_stage else stages,
                 n_microbatches=micro_batches,
-                loss_fn=lambda objective, _: objective,
+                loss_fn=lambda objective, _: objective,  # the last stage returns it, see `_finish_training`
                 scale_grads=False,  # the objective is already divided by the tokens of the whole step
             )
             self._schedule = (key, schedule)
@@ -195,6 +195,9 @@ def _adapted(
 
 
 def _finish_training(stage: LocalStage, objective: Callable, auxiliary: Callable) -> Callable:
+    """Return the function that makes what a schedule takes from the output of a stage: the objective on the last stage,
+    the tensors to send on others."""
+
     def finish(output: LossSums | StageOutput, batch: Fields):
         if isinstance(output, LossSums):
             return objective(output, batch)

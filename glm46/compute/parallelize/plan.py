@@ -82,7 +82,7 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
 def initialise(model: Transformer, seed: int) -> None:
     """Fill every parameter and buffer with its initial value, which is the same on every layout."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():  # a frozen weight in FP8, which import reads
+        if not parameter.is_floating_point():  # a quantised frozen weight, or its scales, which import reads
             local_tensor(parameter).zero_()
             continue
         part = (local_tensor(parameter), global_indices(parameter))

@@ -29,23 +29,23 @@ def ring_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ring: KeyRing, g
 
 
 class _Passing:
-    """A tensor that is sent to the next rank, while the tensor of the rank before is received."""
+    """A tensor that is sent to the next rank, while the tensor of the previous rank is received."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup):
         rank = dist.get_rank(group)
         ranks = dist.get_world_size(group)
-        following, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+        next_rank, previous_rank = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
         self._sent = x
         self._received = torch.empty_like(x)
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, following, group),
-                dist.P2POp(dist.irecv, self._received, before, group),
+                dist.P2POp(dist.isend, self._sent, next_rank, group),
+                dist.P2POp(dist.irecv, self._received, previous_rank, group),
             ]
         )
 
     def wait(self) -> Tensor:
-        """Wait for the tensor of the rank before, and return it."""
+        """Wait for the tensor of the previous rank, and return it."""
         with waiting_for_ranks():
             for work in self._works:
                 work.wait()
@@ -69,13 +69,15 @@ class _RingAttention(torch.autograd.Function):
                 out, part_sum_HN = part_attention(
                     q_NHC.index_select(0, part.queries), *_gather_runs(held, part), part.layout, causal=False
                 )
-                before = log_sum_HN.index_select(1, part.queries)
-                together = torch.logaddexp(before, part_sum_HN)
+                earlier_sum_HN = log_sum_HN.index_select(1, part.queries)
+                new_sum_HN = torch.logaddexp(earlier_sum_HN, part_sum_HN)
                 # Shares of the softmax over all keys so far: of earlier keys, and of the keys of this part.
-                shares = ((x - together).exp_().t().unsqueeze(2) for x in (before, part_sum_HN))
+                earlier_share, part_share = (
+                    (log_sum - new_sum_HN).exp_().t().unsqueeze(2) for log_sum in (earlier_sum_HN, part_sum_HN)
+                )
                 earlier = total_NHC.index_select(0, part.queries)
-                total_NHC.index_copy_(0, part.queries, earlier.mul_(next(shares)).add_(next(shares) * out))
-                log_sum_HN.index_copy_(1, part.queries, together)
+                total_NHC.index_copy_(0, part.queries, earlier.mul_(earlier_share).add_(part_share * out))
+                log_sum_HN.index_copy_(1, part.queries, new_sum_HN)
             held = held if passing is None else passing.wait()
         out_NHC = total_NHC.to(q_NHC.dtype)
         ctx.ring = ring

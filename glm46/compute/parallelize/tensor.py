@@ -40,19 +40,18 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
     """Split all matrices except the routed experts over `mesh`, and gather and scatter the sequence around them; in
     place."""
     group = mesh.get_group()
-    key_heads = model.shape.num_key_value_heads
-    sharing = mesh.size() // key_heads
-    ranks = _ranks_of_head(group, sharing) if sharing > 1 else None
+    ranks_per_key_head = mesh.size() // model.shape.num_key_value_heads
+    head_group = _ranks_of_head(group, ranks_per_key_head) if ranks_per_key_head > 1 else None
     for name, module in model.named_modules():
         replaced: Any = module
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | LatentAttention | FeedForward):
             replaced.forward = _on_whole_sequences(module.forward, group)
-            if isinstance(module, Attention) and ranks is not None:
+            if isinstance(module, Attention) and head_group is not None:
                 projections: tuple[Any, ...] = (module.k_proj, module.v_proj)
                 for projection in projections:
-                    projection.forward = _gathering_head(projection.forward, ranks)
+                    projection.forward = _gathering_head(projection.forward, head_group)
         elif isinstance(module, MoE):
             replaced.forward = _with_own_padding(module.forward, group)
         elif isinstance(module, Router):
@@ -91,7 +90,8 @@ def _on_whole_sequences(forward, group: dist.ProcessGroup):
 
 
 def _gathering_head(forward, group: dist.ProcessGroup):
-    # The features of a token take the place of its sequence: backward sums the gradients of the ranks' own queries.
+    # `gather_sequence` joins dimension 1, here the features of [tokens, features]. Its backward sums the gradients that
+    # the queries of each rank give.
     def gather_head(x: Tensor) -> Tensor:
         part = forward(x)
         return gather_sequence(part.flatten(0, 1), group).unflatten(0, part.shape[:2])

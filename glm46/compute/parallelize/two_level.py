@@ -115,6 +115,7 @@ class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
 
     def _chunk_sizes(self, received_RX: Tensor) -> _Sizes:
         """``received_RX``: `_PlannedRows.counts_RX`, one row from each rank; on the CPU."""
+        # By host of the sender, its number there, and receiver: a host, a rank, a rank.
         by_host, by_rank, assigned = received_RX.view(self._hosts, self._host_ranks, -1).split(
             [self._hosts, self._ranks, self._ranks], 2
         )
@@ -147,8 +148,8 @@ class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
             return sent
         experts_MA = sent.in_flight.experts.finish()
         local_rank_MA = experts_MA.long() // sent.experts_per_rank - self._host * self._host_ranks
-        is_elsewhere_MA = local_rank_MA < 0
-        goes_MR = _marked(local_rank_MA.masked_fill(is_elsewhere_MA, self._host_ranks), self._host_ranks)
+        is_before_MA = local_rank_MA < 0  # on an earlier host; `_marked` ignores the larger numbers of later hosts
+        goes_MR = _marked(local_rank_MA.masked_fill(is_before_MA, self._host_ranks), self._host_ranks)
         sizes = sent.sizes.in_host
         hop = Hop(_copies(goes_MR, sum(sizes.send)), sizes, self._in_host)
         weights_MA = sent.in_flight.weights.finish()
@@ -216,7 +217,7 @@ def copy_to_experts(
 
 
 def _marked(numbers_MA: Tensor, count: int) -> Tensor:
-    """Return a boolean [M, count]: the numbers that each row has. The number ``count`` is ignored."""
+    """Return a boolean [M, count]: the numbers that each row has. Numbers of ``count`` or more are ignored."""
     marks = torch.zeros(len(numbers_MA), count + 1, dtype=torch.bool, device=numbers_MA.device)
     return marks.scatter_(1, numbers_MA.clamp(max=count), True)[:, :count]
 
