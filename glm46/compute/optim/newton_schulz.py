@@ -50,8 +50,8 @@ def iterate_into(out_SL: Tensor, x_SL: Tensor, steps: int) -> None:
         torch.mm(x_SL, x_SL.mT, out=gram_SS)
         torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c, out=polynomial_SS)
         x_SL = torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=results[step % 2])
-    if steps % 2 == 0:  # the last result is in the buffer
-        out_SL.copy_(x_SL)
+    if steps % 2 == 0:
+        out_SL.copy_(x_SL)  # the last result is in the buffer
 
 
 def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
