@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from glm46.config.errors import UserError
-from glm46.config.section import Section
+from glm46.config.section import Removed, Section
 
 _LONGEST_NAME = 100
 
@@ -35,17 +35,10 @@ class VariantConfig(Section):
     the file has it."""
 
 
-def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(seeds)) < len(seeds):
-        raise ValueError("a seed is there twice, and would be trained twice; remove one")
-    return seeds
-
-
 class AblationConfig(Section):
     """[ablation]: variants of this run that ``python -m glm46 ablate`` trains one after the other and compares."""
 
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], AfterValidator(_different)] = ()
-    """Values of debug.seed; each variant is trained with each of them. Absent: debug.seed only."""
+    removed = {"seeds": Removed("give them on the command line, such as ablate --seeds 0,1,2; remove it")}
 
     variants: tuple[VariantConfig, ...] = ()
     """The runs to compare."""
@@ -66,12 +59,11 @@ def require_one_run(ablation: AblationConfig | None, file: object, command: str)
         command: ``python -m glm46``.
 
     Raises:
-        UserError: there are variants or seeds.
+        UserError: there are variants.
     """
-    if ablation is not None and (ablation.variants or ablation.seeds):
+    if ablation is not None and ablation.variants:
         start = f"{command} ablate --config {shlex.quote(str(file))}"
         raise UserError(
-            f"{file}: [ablation] with {len(ablation.variants)} variants, seeds {list(ablation.seeds) or 'of [debug]'}: "
-            f"these are several runs; compare them with {start}, or add --ablation.variants= "
-            "--ablation.seeds= to train the rest of the file once"
+            f"{file}: [ablation] with {len(ablation.variants)} variants: these are several runs; compare them with "
+            f"{start}, or add --ablation.variants= to train the rest of the file once"
         )

@@ -12,6 +12,8 @@ class PreferenceConfig(Section):
     one, or, with KTO, from single answers labelled desirable or undesirable. Most losses compare with a reference: the
     weights of checkpoint.initial_load_path, which under [adapter] are the policy without its adapters."""
 
+    removed = {"label_smoothing": Removed("each label is taken as it is; remove it, or remove doubtful pairs")}
+
     loss_type: Literal["sigmoid", "ipo", "simpo", "orpo", "kto", "reward"] = "sigmoid"
     """sigmoid: DPO (arXiv 2305.18290). ipo: IPO (arXiv 2310.12036), with log-ratios per token. simpo: SimPO (arXiv
     2405.14734), without a reference. orpo: ORPO (arXiv 2403.07691), without a reference, and with the cross-entropy of
@@ -22,9 +24,6 @@ class PreferenceConfig(Section):
     beta: Annotated[float, Needs("loss_type", ("sigmoid", "ipo", "simpo", "orpo", "kto"))] = Field(0.1, gt=0.0)
     """Scale of the log-ratios of policy and reference: a larger one keeps the policy nearer to the reference. simpo:
     scale of log-probabilities per token, 2 to 10 in the paper. orpo: weight of the odds ratio."""
-
-    label_smoothing: Annotated[float, Needs("loss_type", ("sigmoid", "simpo"))] = Field(0.0, ge=0.0, lt=0.5)
-    """Share of the pairs whose labels are taken to be swapped (conservative DPO)."""
 
     simpo_gamma: Annotated[float, Needs("loss_type", "simpo")] = Field(0.5, ge=0.0)
     """Target margin of SimPO, in units of ``beta`` times log-probability per token."""

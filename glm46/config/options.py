@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
+
+_Value = TypeVar("_Value")
 
 VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
@@ -100,6 +102,11 @@ positive = whole(1)
 integer = whole(-(2**63), 2**63 - 1)
 port = whole(1, 65535)
 _processes = whole(1, MOST_PROCESSES)
+
+
+def list_of(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    """Return the type of an option that is a list of values with commas."""
+    return lambda text: tuple(parse(part) for part in text.split(","))
 
 
 def above_zero(text: str) -> float:

@@ -21,8 +21,6 @@ Algorithm = Literal[
     "tv",
     "distillation",
 ]
-_WEIGHED = Needs("kl.weight")
-_TO_REFERENCE = Needs("kl.to", "reference")
 _LEVELS = ("token", "sequence", "geometric")
 
 
@@ -40,14 +38,14 @@ class ClipConfig(Section):
 
 
 class KLConfig(Section):
-    """[rl.kl]: penalty for the distance from another policy. Absent keys come from the preset."""
+    """[rl.kl]: penalty for the distance from the reference, which is the policy that the run began with or the weights
+    of [rl.reference]; for algorithm = "tv" from the policy that the ratio divides by. Absent keys come from the
+    preset."""
+
+    removed = {"to": Removed('it is the old policy with algorithm = "tv", else the reference; remove it')}
 
     weight: float | None = Field(None, ge=0.0)
     """Factor of the penalty; 0: no penalty, and no reference network."""
-
-    to: Annotated[Literal["reference", "old"] | None, Needs("weight")] = None
-    """reference: the policy that the run began with, or the weights of [rl.reference]. old: the policy that the
-    ratio divides by."""
 
     where: Annotated[Literal["loss", "reward"] | None, Needs("weight")] = None
     """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
@@ -121,6 +119,8 @@ class RLConfig(Section):
     removed = {
         "reference_offload": Removed("the reference is held like the policy; remove it, or shard over more ranks"),
         "gae_lambda": Removed("it is 1 in the preset of PPO; remove it"),
+        "gamma": Removed('it is 1 in each preset, and 0 in that of "distillation"; remove it'),
+        "ratio": Removed('it is of each sample with algorithm = "gspo" or "gspo_glm", else of each token; remove it'),
         "filter": Removed("dynamic_sampling = true skips groups of equal rewards; remove it"),
         "stop": Removed("watch the metrics mismatch_kl, entropy and equal_groups_ratio; remove the section"),
     }
@@ -139,10 +139,6 @@ class RLConfig(Section):
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
 
-    ratio: Literal["token", "sequence"] | None = None
-    """Ratio of new to old policy: of each token, or of each sample, as the geometric mean over its tokens (GSPO).
-    Absent: from the preset."""
-
     old_policy: Literal["trainer", "rollout"] | None = None
     """Log-probabilities that the ratio divides by. trainer: computed before the first step of a rollout, or by the
     forward pass of that step if it is the only one and no penalty in the reward reads them. rollout: as the engine
@@ -157,9 +153,6 @@ class RLConfig(Section):
     """group_std: (reward - mean of its group) / deviation of its group; group_mean: without the division;
     leave_one_out: reward - mean of the others of its group; returns: sum of the later rewards of the tokens; gae:
     generalised advantage estimation with a critic. Absent: from the preset."""
-
-    gamma: Annotated[float | None, Needs("advantage", ("returns", "gae"))] = Field(None, ge=0.0, le=1.0)
-    """Discount per token, for advantage = "returns" or "gae". Absent: from the preset."""
 
     reduction: Literal["token_mean", "sample_mean", "constant"] | None = None
     """token_mean: mean over all tokens of the optimizer step; sample_mean: mean over samples of the means over their
@@ -191,7 +184,7 @@ class RLConfig(Section):
     kl: KLConfig = Field(default_factory=KLConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     critic: Annotated[CriticConfig | None, Needs("advantage", "gae")] = None
-    reference: Annotated[ReferenceConfig | None, _WEIGHED, _TO_REFERENCE] = None
+    reference: Annotated[ReferenceConfig | None, Needs("kl.weight")] = None
     environment: EnvironmentConfig | None = None
 
     @property
@@ -223,6 +216,9 @@ class ResolvedKL(KLConfig):
 
     weight: float
     to: Literal["reference", "old"]
+    """reference: the policy that the run began with, or the weights of [rl.reference]. old: the policy that the ratio
+    divides by."""
+
     where: Literal["loss", "reward"]
     estimator: Literal["k1", "k2", "k3"]
 
@@ -243,8 +239,13 @@ class ResolvedRL(RLConfig):
     (arXiv 2506.13585). tv: the ratio is not clipped; a token whose probability has already moved by more than the
     bounds of the clip in the direction of its advantage has no gradient."""
 
+    ratio: Literal["token", "sequence"]
+    """Ratio of new to old policy: of each token, or of each sample, as the geometric mean over its tokens (GSPO)."""
+
     advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"]
     gamma: float
+    """Discount per token, for advantage = "returns" or "gae"."""
+
     gae_lambda: float
     """Weight of later value differences, for advantage = "gae"."""
 

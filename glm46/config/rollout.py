@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from glm46.config.generation_degrees import Degrees
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import LocalPath, Needs, Removed, Section
 
 _SERVED = Needs("kind", ("vllm", "sglang"))
 _LOCAL = Needs("kind", "local")
@@ -35,6 +35,11 @@ class RolloutConfig(Section):
         "remove it",
     )
 
+    removed = {
+        "keep_latest_k": Removed("the newest ten rollouts stay, and all with checkpoint.keep_latest_k = 0; remove it"),
+        "pipeline_parallel_degree": Removed("spread the weights by tensor_parallel_degree and expert_parallel_degree"),
+    }
+
     kind: Literal["local", "vllm", "sglang"] = "local"
     """local: by the ranks that train. vllm, sglang: by inference servers, which are started beforehand and load the
     policy after each update."""
@@ -47,14 +52,10 @@ class RolloutConfig(Section):
 
     tensor_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
     """Ranks that share each matrix, and the keys and values of a sample, while they generate; independent of
-    [parallelism], like the next two. With all of them 1 each rank holds a whole model."""
-
-    pipeline_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
-    """Ranks that hold different layers while they generate. They work one after another."""
+    [parallelism], like the next one. With both of them 1 each rank holds a whole model."""
 
     expert_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
-    """Ranks over which the experts of a layer are spread while they generate, borrowed from all ranks of a pipeline
-    stage."""
+    """Ranks over which the experts of a layer are spread while they generate, borrowed from all ranks."""
 
     max_num_seqs: int | None = Field(None, ge=1)
     """Samples generated at the same time, by a rank or the ranks that share a model, or by a server. Absent: 64, or
@@ -64,10 +65,6 @@ class RolloutConfig(Section):
     speculative: Annotated[bool, _LOCAL] = False
     """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] trains these layers on the
     samples, by mtp.loss_weight."""
-
-    keep_latest_k: int = Field(10, ge=0)
-    """Number of newest rollouts that the journal keeps, in addition to those that a resume from a checkpoint needs; 0
-    keeps all."""
 
     max_staleness: Annotated[int, _SERVED] = Field(0, ge=0)
     """Largest number of rollouts by which the weights that generate a sample may be older than the weights that it
@@ -119,4 +116,4 @@ class RolloutConfig(Section):
     @property
     def degrees(self) -> Degrees:
         """Ranks over which the local engine splits a model."""
-        return Degrees(self.tensor_parallel_degree, self.pipeline_parallel_degree, self.expert_parallel_degree)
+        return Degrees(tensor_parallel=self.tensor_parallel_degree, expert_parallel=self.expert_parallel_degree)

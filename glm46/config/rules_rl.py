@@ -38,21 +38,18 @@ def rollout_is_whole_steps(config: RunConfig, rl: RLConfig) -> Faults:
 @rule
 def ratio_fits_its_clip(algorithm: ResolvedRL) -> Faults:
     """The bounds of the clip fit the scale of the ratio."""
-    ratio = algorithm.ratio
     clip = algorithm.clip
-    if algorithm.policy_loss == "tv":
-        if ratio == "sequence":
-            yield fault('`rl.ratio`, `rl.algorithm`: its bounds are on probabilities of tokens; set rl.ratio = "token"')
+    if algorithm.policy_loss == "tv":  # bounds on probabilities
         return
     # From 1 on there is no lower bound.
     for key, value in (("high", clip.high), *([("low", clip.low)] if clip.low < 1 else [])):
-        if ratio == "sequence" and value > _WIDEST_OF_SEQUENCE:
-            remedy = f'a sequence\'s ratio never gets there; take about 3e-4, or set rl.ratio = "token" with {value}'
-        elif ratio == "token" and value < _NARROWEST_OF_TOKEN:
-            remedy = 'almost every token would be clipped; take about 0.2, or set rl.ratio = "sequence"'
+        if algorithm.ratio == "sequence" and value > _WIDEST_OF_SEQUENCE:
+            remedy = "the ratio of a sequence never gets there; take about 3e-4, or an algorithm with ratios of tokens"
+        elif algorithm.ratio == "token" and value < _NARROWEST_OF_TOKEN:
+            remedy = 'almost every token would be clipped; take about 0.2, or rl.algorithm = "gspo"'
         else:
             continue
-        yield fault(f"`rl.clip.{key}`, `rl.ratio`: {remedy}")
+        yield fault(f"`rl.clip.{key}`, `rl.algorithm`: {remedy}")
 
 
 @rule
@@ -93,8 +90,8 @@ def penalty_has_a_gradient(algorithm: ResolvedRL) -> Faults:
         )
     if kl.weight and kl.where == "reward" and kl.to == "old":
         yield fault(
-            '`rl.kl.to`, `rl.kl.where`: samples come from the old policy itself; set rl.kl.to = "reference", or '
-            'rl.kl.where = "loss"'
+            "`rl.kl.where`, `rl.algorithm`: the penalty is for the distance from the old policy, which generated the "
+            'samples; set rl.kl.where = "loss"'
         )
 
 
@@ -151,7 +148,7 @@ def environment_has_its_program(rl: RLConfig) -> Faults:
 
 @rule
 def reference_teaches(config: RunConfig, algorithm: ResolvedRL) -> Faults:
-    """The reference has weights to read at every start, and a teacher is not the policy."""
+    """The reference has weights to read at every start, a penalty reads it, and a teacher is not the policy."""
     checkpoint = config.checkpoint
     key = "checkpoint.initial_load_path"
     is_absent = algorithm.has_reference and algorithm.reference is None and checkpoint.initial_load_path is None
@@ -162,6 +159,10 @@ def reference_teaches(config: RunConfig, algorithm: ResolvedRL) -> Faults:
             f"{key}: absent, but with `rl.kl.weight` the reference is read from it at every start; name the weights "
             "that the first start had, or add [rl.reference]",
             key,
+        )
+    if algorithm.reference is not None and algorithm.kl.to == "old":
+        yield fault(
+            "`rl.reference`, `rl.algorithm`: the penalty is for the distance from the old policy; remove [rl.reference]"
         )
     if algorithm.algorithm == "distillation" and algorithm.reference is None:
         yield fault(

@@ -26,7 +26,7 @@ from glm46.config.parallelism import (
 from glm46.config.profiling import ProfilingConfig
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
-from glm46.config.section import OF_TEXT, LocalPath, Needs, Section, is_huggingface
+from glm46.config.section import OF_TEXT, LocalPath, Needs, Removed, Section, is_huggingface
 from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
@@ -47,14 +47,13 @@ _ANSWERS = ", which shows answers to messages: move the text to finetune.samples
 class InferenceConfig(Section):
     """[inference]: the sample text that is printed when training ends."""
 
+    removed = {
+        "max_new_tokens": Removed("a sample has at most 64 tokens; remove it, or continue a text with 'generate'"),
+        "temperature": Removed("a sample is generated at 0.6; remove it, or continue a text with 'generate'"),
+    }
+
     prompt: Annotated[str, OF_TEXT, Needs("finetune", absent=_ANSWERS)] = ""
-    """Text to continue when training ends. Empty: no sample."""
-
-    max_new_tokens: Annotated[int, Needs("prompt")] = Field(64, ge=1)
-    """Length of the continuation in tokens."""
-
-    temperature: Annotated[float, Needs("prompt")] = Field(0.0, ge=0.0)
-    """Sampling temperature; 0 always takes the most likely token."""
+    """Text to continue when training ends, by at most 64 tokens at temperature 0.6. Empty: no sample."""
 
 
 class RunConfig(Section):

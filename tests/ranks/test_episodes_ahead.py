@@ -97,7 +97,7 @@ class Case:
             self.base, "run", self._port,
             ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts)),
             rl={"group_size": GROUP, "environment": environment or COMMAND},
-            rollout={"max_new_tokens": 48, "keep_latest_k": 0} | rollout,
+            rollout={"max_new_tokens": 48} | rollout,
             training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 192},
         )  # fmt: skip
 

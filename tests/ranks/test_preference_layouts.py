@@ -54,9 +54,9 @@ from tests.ranks.test_sharded_layouts import INTEGERS
 from tests.small_run import with_shape
 
 PREFERENCES = {
-    "sigmoid": PreferenceConfig(beta=0.7, label_smoothing=0.1, sft_weight=0.3),
+    "sigmoid": PreferenceConfig(beta=0.7, sft_weight=0.3),
     "ipo": PreferenceConfig(loss_type="ipo", beta=0.4, sft_weight=0.3),
-    "simpo": PreferenceConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.4, label_smoothing=0.1),
+    "simpo": PreferenceConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.4),
     "orpo": PreferenceConfig(loss_type="orpo", beta=0.9),
     "reward": PreferenceConfig(loss_type="reward"),
     "kto": PreferenceConfig(loss_type="kto", beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
@@ -175,8 +175,7 @@ def pair_loss(config: PreferenceConfig, sums: list, tokens: list[int], divergenc
     margin = beta * (ratios[0] - ratios[1])
     if config.loss_type == "simpo":
         margin = beta * (means[0] - means[1]) - config.simpo_gamma
-    smooth = config.label_smoothing
-    return -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+    return -F.logsigmoid(margin)
 
 
 def mismatched_halves(rows: list[int]) -> list[tuple[int, int]]:

@@ -72,7 +72,7 @@ def server_config(base: Path, name: str, port: int, prompts: Iterable[dict], *, 
         } | rl,
         rollout={"kind": "vllm", "urls": [f"http://127.0.0.1:{port}"]} | rollout,
         moe={"sequence_aux_loss_weight": 0.0},
-        checkpoint={"interval": 3, "async_mode": "disabled"},
+        checkpoint={"interval": 3, "keep_latest_k": 0, "async_mode": "disabled"},  # all rollouts stay too
         **tables,
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ def train_or_die(config, fatal: int | None, seen: Path) -> None:
 def run_in_turn(base: Path) -> dict:
     ports, found = [free_port(), free_port()], {}
     servers = Ranks(2, serve, ports, False)
-    moved = {"deadline_seconds": 60.0, "keep_latest_k": 5}
+    moved = {"deadline_seconds": 60.0}
     runs = (("whole", 0, None, {}), ("killed", 0, PROMPTS + 3, {}), ("killed", 1, None, moved))
     for label, server, fatal, rollout in runs:
         steps = 8 if rollout else 6  # it ends later; the learning rate does not depend on it

@@ -8,6 +8,10 @@ from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.network import Network
 from glm46.storage.data.tokenizer import Tokenizer
 
+_MAX_NEW_TOKENS = 64
+_TEMPERATURE = 0.6
+"""Small models repeat themselves when they always take the most likely token."""
+
 
 def continue_prompt(network: Network, tokenizer: Tokenizer, stop: StopRequest) -> list[str]:
     """Return lines with the continuation of [inference] prompt. Collective. A stop request on any rank ends the text.
@@ -22,16 +26,17 @@ def continue_prompt(network: Network, tokenizer: Tokenizer, stop: StopRequest) -
         dist.all_reduce(requested, dist.ReduceOp.MAX)
         return bool(requested)
 
-    options = network.plan.config.inference
+    plan = network.plan
+    prompt = tokenizer.encode(plan.config.inference.prompt).tolist()
     new_tokens = continue_tokens(
         network.models[0],
-        tokenizer.encode(options.prompt).tolist(),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
+        prompt,
+        max_new_tokens=min(_MAX_NEW_TOKENS, plan.shape.max_position_embeddings - len(prompt)),
+        temperature=_TEMPERATURE,
         stop=frozenset({tokenizer.eos_id}),
         vocab_size=tokenizer.vocab_size,
         device=network.cluster.device,
         is_stopped=is_stopped,
     )
-    text = options.prompt + "│" + tokenizer.decode(new_tokens)
+    text = plan.config.inference.prompt + "│" + tokenizer.decode(new_tokens)
     return ["Continuation of the prompt (prompt, then generated text):", "", text, ""]

@@ -24,7 +24,7 @@ def run_ablation(arguments: argparse.Namespace, overrides: Sequence[str], comman
     if nodes.count > 1:
         raise UserError(f"environment: {nodes.count} nodes: ablate trains on one node; unset NNODES, or start it once")
     machine = detect_machine(visible_gpus())
-    plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine)
+    plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine, seeds=arguments.seeds)
     locks = lock_run(plan.folder)
     signals = LauncherSignals()
     try:

@@ -29,7 +29,7 @@ STOPPED = "stopped"
 _STATUS_FILE = "status.txt"
 
 _SET_BY_ABLATE = {
-    "debug.seed": "each variant is trained with all seeds; give them with --seeds or ablation.seeds",
+    "debug.seed": "each variant is trained with all seeds; give them with --seeds",
     "job.dump_folder": "each run has a folder of its own in the common one; set that outside of the variants",
 }
 """Keys that a variant cannot set, with the rule and the remedy."""
@@ -77,7 +77,13 @@ class AblationPlan(NamedTuple):
 
 
 def plan_ablation(
-    file: Path, overrides: Sequence[str], varied: Sequence[str], processes: int | None, machine: Machine
+    file: Path,
+    overrides: Sequence[str],
+    varied: Sequence[str],
+    processes: int | None,
+    machine: Machine,
+    *,
+    seeds: Sequence[int] | None = None,
 ) -> AblationPlan:
     """Resolve and check every run.
 
@@ -85,6 +91,7 @@ def plan_ablation(
         overrides: tokens of the command line, see `load_config`.
         varied: texts ``section.key=VALUE,VALUE``.
         processes: number of processes per run; None: `processes_of_node` decides.
+        seeds: values of debug.seed; None: that of the file.
 
     Raises:
         UserError: with the faults of all variants.
@@ -101,8 +108,7 @@ def plan_ablation(
     if faults := [*_equal_names(file, variants), *_keys_set_by_ablate(file, keys)]:
         raise UserError(*faults)
     folder = Path(base.job.dump_folder)
-    seeds = section.seeds or (base.debug.seed,)
-    by_seed: dict[int, list[AblationRun]] = {seed: [] for seed in seeds}
+    by_seed: dict[int, list[AblationRun]] = {seed: [] for seed in seeds or (base.debug.seed,)}
     for name in keys:
         try:
             keys[name] = _emulated(file, overrides, name, keys[name], machine)

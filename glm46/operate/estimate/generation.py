@@ -219,7 +219,7 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
             needed = counted(engine.ranks, "GPU")
             raise UserError(f"command line: --engines {options.gpus}: one takes {needed}; give more")
     else:
-        ranks = max(rollout.degrees.ranks, rollout.expert_parallel_degree * rollout.pipeline_parallel_degree)
+        ranks = max(rollout.degrees.ranks, rollout.expert_parallel_degree)
         engine = DecodingEngine(plan, cluster, generation_layout(rollout.degrees, ranks), is_server=False)
         engines = plan.layout.world_size // ranks
     lengths = _lengths(ceil(rl.samples_per_rollout / engines), mean, longest)

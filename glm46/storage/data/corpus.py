@@ -47,10 +47,10 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
             f"{tokenizer.vocab_size - 1}; set model.shape.vocab_size to at least {tokenizer.vocab_size}"
         )
     prompt = len(tokenizer.encode(config.inference.prompt))
-    if prompt and prompt + config.inference.max_new_tokens > positions:
+    if prompt >= positions:
         faults.append(
-            f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} tokens of inference.prompt "
-            f"above model.shape.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
+            f"inference.prompt: its {prompt} tokens leave none of model.shape.max_position_embeddings = {positions} "
+            "for a continuation; shorten it, or remove it"
         )
     for index, source in enumerate(config.data.sources):
         if sources is not None and source not in sources:

@@ -1,9 +1,9 @@
 """Preference losses, each a function of log-probabilities of pair halves, and the objective that they share.
 
-Sources: DPO, arXiv 2305.18290, equation 7; label smoothing, E. Mitchell, "A note on DPO with noisy preferences" (2023);
-the weighted cross-entropy of chosen completions, arXiv 2404.19733; IPO, arXiv 2310.12036, equation 17, with means per
-token as its authors confirmed to TRL; SimPO, arXiv 2405.14734, equation 6; ORPO, arXiv 2403.07691, equations 6 and 7;
-KTO, arXiv 2402.01306, equations 7 and 8; reward models, arXiv 2203.02155, equation 1.
+Sources: DPO, arXiv 2305.18290, equation 7; the weighted cross-entropy of chosen completions, arXiv 2404.19733; IPO,
+arXiv 2310.12036, equation 17, with means per token as its authors confirmed to TRL; SimPO, arXiv 2405.14734, equation
+6; ORPO, arXiv 2403.07691, equations 6 and 7; KTO, arXiv 2402.01306, equations 7 and 8; reward models, arXiv 2203.02155,
+equation 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,8 +36,7 @@ def sigmoid_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
     """Compute the loss of DPO, or of SimPO, whose margin (of means per token) must reach a target."""
     margins = config.beta * (sums.log_ratios[:, 0] - sums.log_ratios[:, 1])
     margins = margins - (config.simpo_gamma if config.loss_type == "simpo" else 0.0)
-    smooth = config.label_smoothing
-    return -(1 - smooth) * F.logsigmoid(margins) - smooth * F.logsigmoid(-margins)
+    return -F.logsigmoid(margins)
 
 
 def ipo_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:

@@ -71,11 +71,9 @@ _NOT_OF_ROLLOUTS: Any = {
     "rl": {"validation"},
     "training": {"steps", "tokens", "local_batch_size"},
     "rollout": {
-        "keep_latest_k",
         "speculative",
         "max_num_seqs",
         "tensor_parallel_degree",
-        "pipeline_parallel_degree",
         "urls",
         "expert_parallel_degree",
         "max_staleness",
@@ -89,6 +87,8 @@ _NOT_OF_ROLLOUTS: Any = {
 }
 """Sections and keys that do not change what is generated, up to rounding. The staleness bound is among them because
 samples record the version of their weights."""
+NEWEST_KEPT = 10
+"""Newest rollouts that stay, for `rl inspect` and a look at what a run has learned."""
 
 
 class Journal:
@@ -108,7 +108,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writes: list[Future[None]] = []
         self._plan = plan
-        self._keep = rollout.keep_latest_k
+        self._keep = NEWEST_KEPT if config.checkpoint.keep_latest_k else 0
         self._oldest = rollout.max_staleness * steps_per_rollout(plan)
         self._about = {"tokenizer": tokenizer, "temperature": rollout.temperature}
         keys = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
@@ -240,7 +240,10 @@ class Journal:
 
 
 def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) -> list[int]:
-    """Find the steps of rollouts that neither a resume nor ``keep_latest_k`` needs.
+    """Find the steps of rollouts that a resume does not need and that are not among the newest.
+
+    Args:
+        keep: number of newest rollouts that stay; 0 keeps all.
 
     A resume from a checkpoint needs the rollout that contains its step or ends there. A resume from the newest
     checkpoint also needs all later rollouts, so that none is generated twice. Both lists of steps are ascending.

@@ -41,8 +41,6 @@ IDLE = {
     "training.max_rollbacks = 1": ("checkpoint.enable = true", "checkpoint.enable = false"),
     "validation.freq = 5": ("validation.enable = true", ""),
     "validation.steps = 2": ("validation.enable = true", "validation.enable = false"),
-    "inference.temperature = 0.5": ("inference.prompt", ""),
-    "inference.max_new_tokens = 5": ("inference.prompt", ""),
     "model.shape.rope_scaling.beta_fast = 16.0": ('model.shape.rope_scaling.rope_type = "yarn"', "LINEAR"),
     "model.shape.rope_scaling.original_max_position_embeddings = 128": (
         'model.shape.rope_scaling.rope_type = "yarn"', "LINEAR"

@@ -39,12 +39,11 @@ BAD = {
         ("beta = 0.1", 'beta = 0.1\n[finetune.distillation]\nload_path = "teacher"'),
         ["finetune.distillation: was removed", 'with rl.algorithm = "distillation"; remove the section'],
     ),
-    "smoothing": (("beta = 0.1", "label_smoothing = 0.5"), ["finetune.preference.label_smoothing = 0.5", "less than"]),
     "weight": (("beta = 0.1", "sft_weight = -1.0"), ["finetune.preference.sft_weight = -1"]),
     "loss": (("beta = 0.1", 'loss_type = "dpo"'), ["finetune.preference.loss_type", "sigmoid", "kto"]),
-    "smoothing of IPO": (
-        ("beta = 0.1", 'loss_type = "ipo"\nlabel_smoothing = 0.1'),
-        ["label_smoothing", "no effect without", 'loss_type = "sigmoid" or "simpo"', "remove"],
+    "margin of IPO": (
+        ("beta = 0.1", 'loss_type = "ipo"\nsimpo_gamma = 0.1'),
+        ["simpo_gamma", "no effect without", 'loss_type = "simpo"', "remove"],
     ),
     "beta of a reward model": (
         ("beta = 0.1", 'loss_type = "reward"\nbeta = 0.2'), ["preference.beta", "no effect without", "remove"],

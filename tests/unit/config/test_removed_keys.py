@@ -39,6 +39,7 @@ kind = "command"
 command = ["agent"]
 [rollout]
 max_new_tokens = 8
+[ablation]
 """
 
 

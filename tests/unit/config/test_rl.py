@@ -29,12 +29,13 @@ group_size = 4
 # Lines of [rl], and parts of the message.
 BAD = {
     "the clip of a token's ratio for a sequence's": (
-        'algorithm = "gspo"\nclip.high = 0.2', ["rl.clip.high = 0.2", '"sequence" (of rl.algorithm = "gspo")', "3e-4"],
+        'algorithm = "gspo"\nclip.high = 0.2',
+        ["rl.clip.high = 0.2", 'rl.algorithm = "gspo"', "ratio of a sequence", "3e-4"],
     ),
     "the clip of a sequence's ratio for a token's": (
-        'algorithm = "grpo"\nclip = { low = 1e-4, high = 2e-4 }', ["rl.clip.low = 0.0001", '"token"', "0.2"],
+        'algorithm = "grpo"\nclip = { low = 1e-4, high = 2e-4 }',
+        ["rl.clip.low = 0.0001", 'rl.algorithm = "grpo"', "every token", "0.2", '"gspo"'],
     ),
-    "probabilities of sequences": ('algorithm = "tv"\nratio = "sequence"', ['rl.ratio = "sequence"', "tokens"]),
     "an environment without a function": ("environment.max_turns = 2", ["rl.environment.function", "needs it"]),
     "an environment without a command": ('environment.kind = "command"', ["rl.environment.command", "needs it"]),
     "a command of a function": (
@@ -50,7 +51,7 @@ BAD = {
     "a penalty without weight": ('kl.estimator = "k2"', ['rl.kl.estimator = "k2"', "rl.kl.weight above 0"]),
     "k1 as a loss": ('kl = { weight = 0.1, estimator = "k1" }', ['rl.kl.estimator = "k1"', '"k2" or "k3"']),
     "the old policy in the reward": (
-        'kl = { weight = 0.1, where = "reward", to = "old" }', ['rl.kl.to = "old"', '"reference"'],
+        'algorithm = "tv"\nkl.where = "reward"', ['rl.kl.where = "reward"', 'algorithm = "tv"', '"loss"'],
     ),
     "weights of a policy against itself": ('old_policy = "rollout"', ['rl.old_policy = "rollout"', '"trainer"']),
     "bounds without weights": (
@@ -64,7 +65,6 @@ BAD = {
         "correction.reject_high = 3.0", ["rl.correction.reject_high = 3.0", "rl.correction.reject_level"],
     ),
     "a critic without values": ("critic.lr = 0.1", ["[rl.critic]", '"gae"', "remove [rl.critic]"]),
-    "a discount without later tokens": ("gamma = 0.9", ["rl.gamma = 0.9", '"returns" or "gae"']),
     "a teacher that is the policy": (
         'algorithm = "distillation"', ['rl.algorithm = "distillation"', "[rl.reference]", "load_path"],
     ),
@@ -74,6 +74,10 @@ BAD = {
     ),
     "a reference that nothing reads": (
         'reference.load_path = "here"', ["[rl.reference]", "rl.kl.weight = 0.0", "remove [rl.reference]"],
+    ),
+    "a reference of a penalty for the old policy": (
+        'algorithm = "tv"\nreference.load_path = "here"',
+        ["[rl.reference]", 'algorithm = "tv"', "remove [rl.reference]"],
     ),
     "a reference before any labels are learned": (
         "kl.weight = 0.1\nwarm_up_rollouts = 2", ["checkpoint.initial_load_path: absent", "[rl.reference]"],
@@ -134,7 +138,7 @@ def test_a_stated_key_is_stronger_than_the_preset():
 
 def test_the_page_states_what_each_preset_sets():
     page = Path(__file__).parents[3].joinpath("docs", "rl_algorithms.md").read_text()
-    header = page.index("| `algorithm` | `ratio` |")
+    header = page.index("| `algorithm` | ratio |")
     rows = [line.split("|")[1:7] for line in page[header:].split("\n\n")[0].splitlines()[2:]]
     row_by_name = {re.match(r" `(\S+)`", row[0])[1]: row for row in rows}
     assert row_by_name.keys() == PRESETS.keys()

@@ -50,7 +50,6 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
         (["--rollout.kind", "vllm"], ["rollout.urls", "http://"]),
         (["--rollout.tensor_parallel_degree", "3"], ["rollout.tensor_parallel_degree = 3", "num_attention_heads = 4"]),
         (["--rollout.expert_parallel_degree", "3"], ["rollout.expert_parallel_degree = 3", "n_routed_experts = 8"]),
-        (["--rollout.pipeline_parallel_degree", "3"], ["pipeline_parallel_degree = 3", "num_hidden_layers = 2"]),
         (["--rollout.tensor_parallel_degree", "2"], ["rollout.tensor_parallel_degree = 2", "1 process", "take 1"]),
         (["--rollout.max_staleness", "1"], ["rollout.max_staleness = 1", "rollout.kind", "vllm"]),
         (

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.compute.distributed.ranks import CheckpointError
-from glm46.config.ablation import AblationConfig, require_one_run
+from glm46.config.ablation import AblationConfig, VariantConfig, require_one_run
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.engine.inference.sampling import continue_tokens
@@ -106,7 +106,7 @@ def test_a_run_leaves_what_the_readme_promises(make_config, tmp_path):
         checkpoint={"interval": 10, "keep_latest_k": 2},
         validation={"enable": True, "freq": 10},
         metrics={"log_freq": 10, "enable_tensorboard": True},
-        inference={"prompt": "def function_1(", "max_new_tokens": 3},
+        inference={"prompt": "def function_1("},
     )
     assert train(config) == 0
     folder = Path(config.job.dump_folder)
@@ -141,7 +141,7 @@ def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make
     monkeypatch.setattr("glm46.engine.evaluation.continuation.continue_tokens", continue_three)
     stop = StopRequest()
     config = make_config(
-        inference={"prompt": "def function_1(", "max_new_tokens": 1000, "temperature": 1.0},
+        inference={"prompt": "def function_1("},
         lr_scheduler={"warmup_tokens": 640},
     )
     assert train(config, stop) == 0
@@ -680,7 +680,7 @@ def test_commands_to_copy_name_paths_with_blanks_as_one_word(make_config, tmp_pa
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TensorBoard")]
     assert shlex.split(line) == ["TensorBoard", "tensorboard", "--logdir", str(folder / "tb")]
     with pytest.raises(UserError) as caught:
-        require_one_run(AblationConfig(seeds=(1, 2)), folder / "a.toml", "glm46")
+        require_one_run(AblationConfig(variants=(VariantConfig(name="a"),)), folder / "a.toml", "glm46")
     assert f"ablate --config {shlex.quote(str(folder / 'a.toml'))}, or" in caught.value.faults[0]
 
 

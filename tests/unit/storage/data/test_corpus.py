@@ -95,11 +95,11 @@ def test_a_small_vocabulary_and_a_missing_source_are_reported_together(make_conf
     )
 
 
-def test_a_continuation_beyond_the_positions_is_refused_before_training(make_config, tokenizer):
-    prompt = "def function_1("
-    held = len(tokenizer.encode(prompt))
-    keys = {"model": {"max_position_embeddings": 64}, "inference": {"prompt": prompt, "max_new_tokens": 65 - held}}
-    with pytest.raises(UserError, match=f"inference.max_new_tokens = {65 - held}: .*lower it to at most {64 - held}"):
+def test_a_prompt_without_room_for_a_continuation_is_refused_before_training(make_config, tokenizer):
+    prompt = "def function_1(" * 40
+    tokens = len(tokenizer.encode(prompt))
+    keys = {"model": {"max_position_embeddings": tokens}, "inference": {"prompt": prompt}}
+    with pytest.raises(UserError, match=f"inference.prompt: its {tokens} tokens leave none of .* = {tokens}.*shorten"):
         load_text(resolve_plan(make_config(**keys)))
-    keys["inference"]["max_new_tokens"] -= 1
+    keys["model"]["max_position_embeddings"] += 1
     assert load_text(resolve_plan(make_config(**keys)))

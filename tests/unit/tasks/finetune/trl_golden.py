@@ -3,8 +3,7 @@
     PYTHONPATH=. python tests/unit/tasks/finetune/trl_golden.py
 
 Needs trl 1.16 with its dependencies (datasets, accelerate); the tests need only the file. A case is one pair, or some
-labelled examples of KTO: TRL's cross-entropy of chosen completions is a mean within a batch, and its label smoothing is
-that of the loss ``aot``, which for one pair is that of conservative DPO; ``sigmoid`` has none.
+labelled examples of KTO: TRL's cross-entropy of chosen completions is a mean within a batch.
 """
 
 import functools
@@ -23,14 +22,14 @@ from trl.trainer.kto_trainer import KTOTrainer
 FILE = Path(__file__).with_name("trl_golden.json")
 DPO = [
     ({"beta": 0.1}, {"sigmoid": 1.0}),
-    ({"beta": 0.7, "label_smoothing": 0.2}, {"aot": 1.0}),
+    ({"beta": 0.7}, {"sigmoid": 1.0}),
     ({"beta": 0.3, "sft_weight": 0.5}, {"sigmoid": 1.0, "sft": 0.5}),
     ({"loss_type": "ipo", "beta": 0.4}, {"ipo": 1.0}),
     ({"loss_type": "ipo", "beta": 0.2, "sft_weight": 0.3}, {"ipo": 1.0, "sft": 0.3}),
 ]
 WITHOUT_REFERENCE = [
     {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5},
-    {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.2, "label_smoothing": 0.1, "sft_weight": 0.2},
+    {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.2, "sft_weight": 0.2},
     {"loss_type": "orpo", "beta": 0.1},
     {"loss_type": "orpo", "beta": 0.6},
 ]
@@ -65,7 +64,7 @@ def dpo(policy: list, reference: list, keys: dict, losses: dict) -> tuple:
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), accelerator=ACCELERATOR, aux_loss_enabled=False, ld_alpha=None,
         precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=list(losses), use_weighting=False,
-        loss_weights=list(losses.values()), beta=keys["beta"], label_smoothing=keys.get("label_smoothing", 0.0),
+        loss_weights=list(losses.values()), beta=keys["beta"], label_smoothing=0.0,
         _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
     leaf, mask = padded(policy)
@@ -82,7 +81,7 @@ def without_reference(policy: list, keys: dict) -> tuple:
     nll = -leaf[0, : len(policy[0])].mean()
     trainer = SimpleNamespace(
         accelerator=ACCELERATOR, beta=keys["beta"], alpha=0.0, loss_type="simpo",
-        label_smoothing=keys.get("label_smoothing", 0.0), simpo_gamma=keys.get("simpo_gamma"),
+        label_smoothing=0.0, simpo_gamma=keys.get("simpo_gamma"),
     )  # fmt: skip
     if keys["loss_type"] == "simpo":
         losses, chosen, rejected = CPOTrainer.cpo_loss(trainer, means[:1], means[1:])

@@ -19,11 +19,11 @@ CASES = {
     "gspo": {"algorithm": "gspo", "clip": {"low": 0.01, "high": 0.02}, "correction": {"high": 1.5}},
     "cispo": {"algorithm": "cispo", "clip": {"low": 0.3, "high": 0.2}},
     "ppo": {
-        "algorithm": "ppo", "gamma": 0.9,
+        "algorithm": "ppo",
         "kl": {"weight": 0.1, "where": "reward", "estimator": "k2"},
     },
     "reinforce++": {
-        "algorithm": "reinforce++", "gamma": 0.9, "kl": {"weight": 0.1, "where": "reward", "estimator": "k1"},
+        "algorithm": "reinforce++", "kl": {"weight": 0.1, "where": "reward", "estimator": "k1"},
     },
     "reinforce++_baseline": {"algorithm": "reinforce++_baseline"},
     "rloo": {"algorithm": "rloo", "kl": {"weight": 0.2, "where": "reward"}},
@@ -80,9 +80,11 @@ def table(values) -> torch.Tensor:
 
 
 def resolved(name: str) -> ResolvedRL:
-    """The config of a case. verl was told another weight of later differences in PPO than that of the preset."""
+    """The config of a case. verl was told another discount than that of the presets, and for PPO another weight of
+    later differences."""
     config = RLConfig.model_validate({"prompts_per_rollout": 1} | CASES[name]).resolved()
-    return config.model_copy(update={"gae_lambda": 0.8}) if name == "ppo" else config
+    told = {"ppo": {"gamma": 0.9, "gae_lambda": 0.8}, "reinforce++": {"gamma": 0.9}}
+    return config.model_copy(update=told.get(name, {}))
 
 
 def golden_batch(config: RLConfig) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ def test_keys_that_do_not_decide_what_is_generated_change_nothing(journal_of, tm
         (held_out, {}),
         ({}, {"urls": ["http://127.0.0.1:8001", "http://127.0.0.1:8002"], "launch": ["serve", "{folder}", "{port}"]}),
         ({}, {"deadline_seconds": 5.0, "weights": "broadcast", "weights_folder": "elsewhere"}),
-        ({}, {"max_staleness": 1, "keep_latest_k": 3}),
+        ({}, {"max_staleness": 1}),
     ):
         assert journal_of(rl, rollout).ahead_folder == folder, (rl, rollout)
     for rl, rollout, tables in (

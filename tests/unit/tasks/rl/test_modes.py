@@ -274,8 +274,9 @@ def test_a_resume_finds_its_rollouts_and_older_ones_go():
 
 
 @pytest.mark.slow
-def test_the_journal_of_a_long_run_is_bounded(make_run, tmp_path):
-    config = make_run("run", 6, rollout={"keep_latest_k": 2})
+def test_the_journal_of_a_long_run_is_bounded(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("glm46.tasks.rl.journal.NEWEST_KEPT", 2)
+    config = make_run("run", 6)
     assert train(config) == 0
     folder = tmp_path / "run" / "rollouts"
     # Steps 4 and 5 had a checkpoint when rollout 5 was written; they lie behind rollouts 3 and 4.

@@ -191,8 +191,8 @@ def test_gradient_is_the_finite_difference_of_the_loss(name):
             "algorithm": "cispo",
             "correction": {"level": "geometric", "high": 1.05, "reject_level": "sequence", "reject_high": 1.2},
         },
-        {"algorithm": "tv", "old_policy": "trainer", "kl": {"weight": 0.1, "to": "old", "where": "loss"}},
-        {"algorithm": "grpo", "kl": {"weight": 0.1, "to": "reference", "where": "loss", "estimator": "k3"}},
+        {"algorithm": "tv", "old_policy": "trainer", "kl": {"weight": 0.1, "where": "loss"}},
+        {"algorithm": "grpo", "kl": {"weight": 0.1, "where": "loss", "estimator": "k3"}},
     ],
     ids=lambda keys: keys["algorithm"],
 )  # fmt: skip
