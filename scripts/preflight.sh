@@ -16,4 +16,4 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-exec "$python" -m glm46 preflight --quick --config "$(find_config)" --nproc "${NGPU:-auto}" "${words[@]}"
+exec "$python" -m glm46 preflight --config "$(find_config)" --nproc "${NGPU:-auto}" "${words[@]}"

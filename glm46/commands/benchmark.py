@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.options import above_zero, positive, verb_parser
+from glm46.config.options import above_zero, verb_parser
 from glm46.config.presets import PRESETS
 
 
@@ -17,8 +17,6 @@ def benchmark_command(argv: Sequence[str]) -> int:
     kinds = parser.add_subparsers(title="what", metavar="rates | links", required=True)
     rates = kinds.add_parser("rates", help="what kernels reach of the peaks, for plan --measured; the default")
     rates.add_argument("--flavor", default="GLM-4.5-Air", choices=list(PRESETS), help="preset of the layer")
-    rates.add_argument("--tokens", type=positive, default=4096, help="of a micro-batch on one GPU")
-    rates.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")
     rates.add_argument("--json", type=Path, metavar="FILE", help="write the efficiencies there")
     links = kinds.add_parser("links", help="what collectives reach of the links, for the same file; under torchrun")
     links.add_argument("--gpu", metavar="NAME", help="as plan takes it; default: the one that is found")

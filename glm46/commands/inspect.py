@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.options import integer, positive, verb_parser, whole
+from glm46.config.options import positive, verb_parser, whole
 
 
 def inspect_command(argv: Sequence[str]) -> int:
@@ -20,7 +20,6 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seq_len", type=positive, default=512, help="tokens per row; of chats, most tokens shown of a document"
     )
-    parser.add_argument("--seed", type=integer, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with, as in their recipe")
     arguments = parser.parse_args(argv)
     from glm46.operate.models.inspection import show_folder  # numpy: --help needs none

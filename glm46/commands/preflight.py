@@ -51,9 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the TOML file of a run, whose needs are checked too"
     )
-    level = parser.add_mutually_exclusive_group()
-    level.add_argument("--quick", action="store_true", help="under a minute; the default")
-    level.add_argument("--full", action="store_true", help="hash all files, larger messages, NVIDIA's diagnostic")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="hash all files, larger messages, NVIDIA's diagnostic; without it under a minute",
+    )
     parser.add_argument("--local", action="store_true", help="this host alone, without starting ranks")
     parser.add_argument(
         "--nproc", type=process_count, metavar="N", help="ranks of each host; auto: one for each GPU, or two on a CPU"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from glm46.config.options import positive
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
-from glm46.operate.launch.ssh_hosts import CLIENTS
 
 
 def rl_servers_command(argv: Sequence[str]) -> int:
@@ -37,9 +36,6 @@ def rl_servers_command(argv: Sequence[str]) -> int:
         help="model that the servers start with, on their disks; default: checkpoint.initial_load_path",
     )
     parser.add_argument("--run", action="store_true", help="start them, and end all when one ends, or this command")
-    parser.add_argument(
-        "--connect", choices=CLIENTS, default="ssh", help="client that starts other hosts; default: ssh"
-    )
     arguments, overrides = parse_with_overrides(parser, argv)
     from glm46.operate.launch.rl_servers import serve  # --help needs nothing of it
 

@@ -167,7 +167,7 @@ def slow_product(original, left, right):
     return original(left, right)
 
 
-RANKS = ("--quick",)
+RANKS: tuple[str, ...] = ()
 FAULTS = {
     "ulimit -n": Fault("open files", limit(resource.RLIMIT_NOFILE, 500)),
     "ulimit -u": Fault("user processes", limit(resource.RLIMIT_NPROC, 1000)),
@@ -197,8 +197,8 @@ FAULTS = {
     "wrong sums": Fault("all-reduce sums", options=RANKS, rank=on_rank_1(dist, "all_reduce", wrong_sum)),
     "wrong products": Fault("product sums", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", wrong_product)),
     "slow rank": Fault("product speed", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", slow_product)),
-    "clock off": Fault("clock offset", late_clock, ("--quick", "--nproc", "1"), nodes=2),
-    "folder not shared": Fault("shared folder", mounted("out", "size=64m"), ("--quick", "--nproc", "1"), nodes=2),
+    "clock off": Fault("clock offset", late_clock, ("--nproc", "1"), nodes=2),
+    "folder not shared": Fault("shared folder", mounted("out", "size=64m"), ("--nproc", "1"), nodes=2),
 }  # fmt: skip
 
 

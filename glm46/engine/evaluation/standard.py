@@ -39,9 +39,7 @@ class PromptForm(NamedTuple):
     """Options for the prompts of lm-eval's tasks, with the names that lm-eval uses."""
 
     apply_chat_template: bool = False
-    """True to format a question as the message of a user in the chat format."""
-    fewshot_as_multiturn: bool = False
-    """True to format examples as earlier turns of the chat."""
+    """True to format a question as the message of a user in the chat format, and examples as earlier turns."""
     system_instruction: str | None = None
     """Text before each prompt; in a chat, a system message."""
     thinking: bool = False
@@ -49,9 +47,11 @@ class PromptForm(NamedTuple):
 
     def lm_eval_options(self) -> dict[str, Any]:
         """Return the options of lm-eval's functions. Thinking is not among them: `LmEvalModel` has it."""
-        options = self._asdict()
-        del options["thinking"]
-        return options
+        return {
+            "apply_chat_template": self.apply_chat_template,
+            "fewshot_as_multiturn": self.apply_chat_template,
+            "system_instruction": self.system_instruction,
+        }
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from glm46.operate.estimate.machine import detect_machine
 from glm46.run.flops import attention_flops
 
 _ROUNDS = 7
+TOKENS = 4096
+"""Tokens of a micro-batch on one GPU, as many as one sequence of pre-training has."""
 _TINY_TOKENS = 16
 _ROWS = (32, 128, 512, 2048, 8192)
 """Rows per expert, and tokens per document, at which speeds are measured."""
@@ -50,8 +52,6 @@ def benchmark_rates(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: the GPU is unknown, or the file cannot be written.
     """
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     kind, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     device = torch.device(kind)
     peaks = device_peaks(device, dtype)
@@ -61,11 +61,11 @@ def benchmark_rates(arguments: argparse.Namespace) -> None:
         )
     if arguments.json is not None:
         require_writable("--json", arguments.json)
-    rates, grid = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
+    rates, grid = measure_rates(PRESETS[arguments.flavor], TOKENS, device, dtype)
     if device.type == "cpu":  # the peaks were measured too, while another program may have used the cores
         flops = max(peaks.bf16_flops, rates["products"], rates["experts"], rates["attention"])
         peaks = replace(peaks, bf16_flops=flops, memory_bandwidth=max(peaks.memory_bandwidth, rates["memory"]))
-    source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
+    source = f"{peaks.name}, {arguments.flavor}, {TOKENS:,} tokens, torch {torch.__version__}, {date.today()}"
     print(
         f"--gpu '{peaks.name}:bf16={peaks.bf16_flops / 1e12:.4g},memory={peaks.memory_bytes / 2**30:.4g},"
         f"bandwidth={peaks.memory_bandwidth / 1e9:.4g},link={peaks.link_bandwidth / 1e9:.4g}'"

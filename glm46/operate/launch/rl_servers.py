@@ -72,7 +72,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if {*servers.urls} != {*configured}:
         difference = f"{list(configured)}, and these servers will be at {servers.urls}"
         raise UserError(f"rollout.urls: {difference}; correct rollout.urls, or --hosts")
-    return run_servers(servers, arguments.connect)
+    return run_servers(servers)
 
 
 class Command(NamedTuple):
@@ -374,17 +374,17 @@ def show(servers: ServerPlan) -> str:
     return "\n".join(lines)
 
 
-def run_servers(servers: ServerPlan, connection: str) -> int:
+def run_servers(servers: ServerPlan) -> int:
     """Start all servers, show their output by host, and end all when one ends; returns its exit code.
 
     Raises:
-        UserError: the client of hosts is not installed.
+        UserError: ssh is not installed.
     """
     commands = []
     for name, host_commands in servers.blocks().items():
         for command in host_commands:
             text = stoppable(command.text, _STOP_SECONDS)
-            words = ["sh", "-c", text] if is_loopback(name) else client_words(servers.host(name), text, connection)
+            words = ["sh", "-c", text] if is_loopback(name) else client_words(servers.host(name), text)
             commands.append((name, words))
     with closing(HostProcesses(commands, _STOP_SECONDS)) as processes:
         end = cast(HostEnd, processes.next_end())

@@ -28,18 +28,17 @@ class ChatPart(NamedTuple):
     """True for tokens that are targets, bool [n]."""
 
 
-def sampled_parts(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seed: int) -> Iterator[ChatPart]:
+def sampled_parts(manifest: Manifest, tokenizer: Tokenizer, *, rows: int) -> Iterator[ChatPart]:
     """Yield the parts of randomly chosen documents in a source's training split.
 
     Args:
         rows: number of documents.
-        seed: seed of the choice.
     """
     stream = TokenStream(manifest.folder, manifest.splits["train"], manifest.vocab_size, marked=True)
     starts = np.concatenate([[0], stream.doc_ends()])
     count = len(starts) - 1
     chat_format = made_in(manifest.settings)
-    for number in permute(np.arange(min(rows, count)), count, f"inspect {seed}"):
+    for number in permute(np.arange(min(rows, count)), count, "inspect 0"):
         tokens = np.empty(starts[number + 1] - starts[number], np.int64)
         stream.read(int(starts[number]), tokens)
         yield from _parts(f"{number} of {count}", tokens, manifest.format, tokenizer, chat_format)

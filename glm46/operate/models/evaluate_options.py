@@ -1,20 +1,16 @@
 """Options of ``python -m glm46 evaluate``, and the checks that need only these."""
 
 import argparse
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from glm46.config.errors import UserError
-from glm46.config.options import VerbParser, integer, positive, verb_parser, whole
+from glm46.config.options import VerbParser, list_of, positive, verb_parser, whole
 from glm46.engine.evaluation.task_names import TASKS, USUAL_TASKS
 from glm46.operate.launch.model_options import add_model_options
 
 RESULTS = "evaluation.json"
 PICTURE = "evaluation.png"
-
-_Value = TypeVar("_Value")
 
 
 def evaluate_parser() -> VerbParser:
@@ -53,11 +49,6 @@ def evaluate_parser() -> VerbParser:
         action="store_true",
         help="ask the questions of lm-eval in GLM's chat format, with its examples as earlier turns",
     )
-    parser.add_argument(
-        "--fewshot-as-multiturn",
-        action=argparse.BooleanOptionalAction,
-        help="with --apply-chat-template: examples as turns, or in the question; default: as turns",
-    )
     parser.add_argument("--system-instruction", metavar="TEXT", help="before each prompt of lm-eval")
     parser.add_argument(
         "--thinking",
@@ -77,13 +68,13 @@ def evaluate_parser() -> VerbParser:
     )
     parser.add_argument(
         "--lengths",
-        type=_list_of(positive),
+        type=list_of(positive),
         metavar="N,N,…",
         help="tokens of a row; default: once, twice and four times the training.seq_len of the checkpoint",
     )
     parser.add_argument(
         "--depths",
-        type=_list_of(_share),
+        type=list_of(_share),
         default=(0.0, 0.25, 0.5, 0.75, 1.0),
         metavar="X,X,…",
         help="places of the needle, from 0, the begin of the text, to 1; default: 0,0.25,0.5,0.75,1",
@@ -96,7 +87,6 @@ def evaluate_parser() -> VerbParser:
         help="most rows of each source (loss), documents (position), and rows of each length and depth (needle); "
         "default: 32",
     )
-    parser.add_argument("--seed", type=integer, default=0, help="another one takes other documents and needles")
     parser.add_argument(
         "--output",
         type=Path,
@@ -110,11 +100,6 @@ def _tasks(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split(",")))
 
 
-def _list_of(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Make an option type that parses comma-separated values."""
-    return lambda text: tuple(parse(part) for part in text.split(","))
-
-
 def _share(text: str) -> float:
     with suppress(ValueError):
         if 0.0 <= float(text) <= 1.0:
@@ -122,7 +107,7 @@ def _share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: expected numbers between 0 and 1")
 
 
-_OF_CHATS = ("apply_chat_template", "fewshot_as_multiturn", "system_instruction", "thinking")
+_OF_CHATS = ("apply_chat_template", "system_instruction", "thinking")
 _OF_TASKS = ("task_folder", "fewshot", "limit", "run_code", *_OF_CHATS)
 """Options that only tasks of lm-eval have."""
 
@@ -130,8 +115,8 @@ _OF_TASKS = ("task_folder", "fewshot", "limit", "run_code", *_OF_CHATS)
 def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
     """Return the folders of ``--data`` by name. Raises UserError if a folder is missing, two have the same name, or an
     option has no effect."""
-    if not arguments.apply_chat_template and (arguments.thinking or arguments.fewshot_as_multiturn):
-        raise UserError("--thinking and --fewshot-as-multiturn: belong to --apply-chat-template; add it")
+    if arguments.thinking and not arguments.apply_chat_template:
+        raise UserError("--thinking: belongs to --apply-chat-template; add it")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
         raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
     if set(arguments.tasks) <= set(TASKS):

@@ -36,6 +36,8 @@ from glm46.storage.data.manifest import Manifest, load_manifest
 if TYPE_CHECKING:
     from glm46.engine.evaluation.standard import StandardTasks
 
+_SEED = 0
+"""Chooses documents and needles. One for all calls, so that their figures can be compared."""
 _TASKS_SECONDS = 3600
 """Longest time for rank 0 to read the tasks of lm-eval and their data, while the other ranks wait."""
 
@@ -161,16 +163,13 @@ def _find_standard(arguments: argparse.Namespace) -> "StandardTasks | None":
         raise UserError(
             f"--tasks {names[0]}: unknown task; {hint} other tasks need lm-eval: pip install '.[eval]'"
         ) from error
-    form = {name: getattr(arguments, name) for name in PromptForm._fields}
-    if form["fewshot_as_multiturn"] is None:
-        form["fewshot_as_multiturn"] = arguments.apply_chat_template
     return find_tasks(
         names,
         arguments.task_folder,
         fewshot=arguments.fewshot,
         limit=arguments.limit,
         run_code=arguments.run_code,
-        form=PromptForm(**form),
+        form=PromptForm(*(getattr(arguments, name) for name in PromptForm._fields)),
     )
 
 
@@ -199,7 +198,7 @@ def _measures(
     """Create the measures of the requested tasks, in the order of `TASKS`."""
     tokenizer = loaded.tokenizer
     depths = loaded.model.shape.num_nextn_predict_layers
-    usual: dict[str, Any] = {"samples": arguments.samples, "seed": arguments.seed}
+    usual: dict[str, Any] = {"samples": arguments.samples, "seed": _SEED}
     make_loss = partial(
         Loss,
         manifests,
@@ -218,11 +217,11 @@ def _measures(
 
 
 def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, keeps: bool) -> Results:
-    """Open the results of an earlier call, or empty ones. ``identity`` is extended by the model and the seed. Without
+    """Open the results of an earlier call, or empty ones. ``identity`` is extended by the model and `_SEED`. Without
     ``keeps`` no file is read or written."""
     folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
     names = " + ".join(str(folder.absolute()) for folder in folders)
-    identity |= {"model": f"{names} {digest(files_of(folders))}", "seed": arguments.seed}
+    identity |= {"model": f"{names} {digest(files_of(folders))}", "seed": _SEED}
     if arguments.output is None or not keeps:
         return Results(None, identity)
     try:

@@ -33,11 +33,11 @@ def show_folder(arguments: Namespace) -> None:
     manifest = load_manifest(arguments.folder, full=False)
     manifest.require_tokenizer(tokenizer.fingerprint)
     if manifest.splits["train"].targets is None:
-        for line in show_rows(manifest, tokenizer, rows=arguments.rows, seq_len=arguments.seq_len, seed=arguments.seed):
+        for line in show_rows(manifest, tokenizer, rows=arguments.rows, seq_len=arguments.seq_len):
             print(printable(line))
         return
     console = Console(soft_wrap=True, highlight=False)
-    for part in sampled_parts(manifest, tokenizer, rows=arguments.rows, seed=arguments.seed):
+    for part in sampled_parts(manifest, tokenizer, rows=arguments.rows):
         text = shown_text(part, tokenizer, max_tokens=arguments.seq_len, brackets=not console.is_terminal)
         console.print(Text(f"── {printable(part.title)}", "dim"))
         console.print(text)
@@ -75,12 +75,12 @@ def describe(folder: Path) -> Iterator[str]:
         yield f"{what}: {number:,}"
 
 
-def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
+def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int) -> Iterator[str]:
     """Yield rows of training tokens as text, with document boundaries, as a run with this seq_len reads them."""
     split = manifest.splits["train"]
     stream = TokenStream(manifest.folder, split, manifest.vocab_size)
     count = max(1, split.tokens // seq_len)
-    for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
+    for row in permute(np.arange(min(rows, count)), count, "inspect 0").tolist():
         tokens = np.empty(seq_len, np.int64)
         used, pieces = stream.read(row * seq_len, tokens)
         ends = np.concatenate([np.empty(0, np.int64), *pieces]).tolist()

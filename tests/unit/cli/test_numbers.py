@@ -38,7 +38,6 @@ TABLE = [
     (["checkpoint", "prune", "a"], ["--keep-latest-k", "--keep-every", "--keep-best-k"], COUNT),
     (["rl", "inspect", "a"], ["--samples"], COUNT),
     (["rl", "inspect", "a"], ["--step"], NONE),
-    (["benchmark", "rates"], ["--tokens", "--threads"], COUNT),
     (["benchmark", "links"], ["--network"], AMOUNT),
 ]  # fmt: skip
 

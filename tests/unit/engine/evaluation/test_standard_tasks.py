@@ -148,9 +148,9 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
     ([], ["_"], "", {}),  # inside of a token that is no text
     ([], ["\n", "|"], "", {"system_instruction": "Be brief."}),
     (["--apply-chat-template"], ["\n\n"], "", {}),
-    (["--apply-chat-template", "--fewshot-as-multiturn", "--fewshot", "2"], ["image"], "", {"num_fewshot": 2}),
-    (["--apply-chat-template", "--no-fewshot-as-multiturn", "--fewshot", "2"], [], "",
-     {"num_fewshot": 2, "fewshot_as_multiturn": False, "system_instruction": "Say é <think> /nothink."}),
+    (["--apply-chat-template", "--fewshot", "2"], ["image"], "", {"num_fewshot": 2}),
+    (["--apply-chat-template", "--fewshot", "2"], [], "",
+     {"num_fewshot": 2, "system_instruction": "Say é <think> /nothink."}),
     (["--apply-chat-template", "--fewshot", "1"], [], _PREFIX, {"num_fewshot": 1}),
     (["--apply-chat-template", "--thinking", "--fewshot", "1"], [], "", {"num_fewshot": 1}),
     (["--apply-chat-template", "--thinking"], [], _PREFIX, {}),

@@ -14,9 +14,10 @@ from glm46.operate.estimate.target_cluster import Efficiencies
 from tests.processes import free_port
 
 
-def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
+def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("glm46.operate.benchmark.rates.TOKENS", 64)
     file = tmp_path / "efficiencies.json"
-    options = ["rates", "--flavor", "debug", "--tokens", "64", "--threads", "1", "--json", str(file)]
+    options = ["rates", "--flavor", "debug", "--json", str(file)]
     assert main(["benchmark", *options]) == 0
     described = capsys.readouterr().out.splitlines()[0].partition("'")[2].rstrip("'")
     measured = Efficiencies.read(file, Efficiencies())

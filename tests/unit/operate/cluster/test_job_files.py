@@ -363,7 +363,7 @@ def test_preflight_of_a_job_gets_the_config_and_overrides_of_the_run_and_no_opti
     words = ["--max-restarts", "3", "--a.b", "c d", "--max-restarts=2", "--hostfile", "hosts"]
     script = [str(DEPLOY.parent / "scripts" / "preflight.sh"), *words]
     assert subprocess.run(script, env=os.environ | variables, cwd=tmp_path).returncode == 0
-    given = "preflight --quick --config my run.toml --nproc 4 --a.b c d --hostfile hosts"
+    given = "preflight --config my run.toml --nproc 4 --a.b c d --hostfile hosts"
     assert (tmp_path / "said").read_text().splitlines()[-1] == f"-m glm46 {given}"
 
 

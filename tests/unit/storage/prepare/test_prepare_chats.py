@@ -327,7 +327,7 @@ def test_inspect_shows_targets_in_brackets_or_in_colour(here, capsys):
     train = manifest.splits["train"]
     assert f"targets: {train.targets} of {train.tokens} tokens" in shown and f"{train.targets} targets" in shown
     assert "skipped, no messages: 1" in shown and "conversations, train: 1" in shown
-    (part,) = sampled_parts(manifest, TOKENIZER, rows=1, seed=0)
+    (part,) = sampled_parts(manifest, TOKENIZER, rows=1)
     text = shown_text(part, TOKENIZER, max_tokens=20, brackets=False)
     assert "[[" not in text.plain and text.plain.endswith(f"… {train.tokens - 20} more tokens")
     coloured = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]

@@ -232,7 +232,7 @@ def test_inspect_shows_both_halves_and_evaluate_refuses_them(prepare):
         held_out(manifest)
     shown = [
         (part.title, shown_text(part, TOKENIZER, max_tokens=99, brackets=True).plain)
-        for part in sampled_parts(manifest, TOKENIZER, rows=1, seed=0)
+        for part in sampled_parts(manifest, TOKENIZER, rows=1)
     ]
     assert shown[0][0].startswith("pair 0 of 1, chosen: ") and shown[0][1].endswith("[[\nHello!<|user|>]]")
     assert shown[1][0].startswith("pair 0 of 1, rejected: ") and shown[1][1].endswith("[[\nWhat?<|user|>]]")
