@@ -3,7 +3,6 @@ endpoint is a thread of rank 0."""
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -18,6 +17,7 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
+from glm46.tasks.rl.rollout.event_loop import EventLoop
 from glm46.tasks.rl.rollout.open_requests import Requests
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Completion, Episode
@@ -68,7 +68,7 @@ class CommandEpisodes:
         most_idle = table.at_once if table.kind == "worker" else None
         self._workers = Workers(self._programs, found_program(table.command), most_idle)
         self._needs_score = needs_score
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: EventLoop | None = None
         self._places = WeakKeyDictionary[Requests, asyncio.Semaphore]()
         """Limit of concurrent programs for each `Requests`, so that halted programs leave room for others."""
 
@@ -78,7 +78,7 @@ class CommandEpisodes:
         self._places.setdefault(requests, asyncio.Semaphore(self._table.at_once))
         for member in members:
             episode = self._run_member(prompt(member.number), requests, member)
-            member.cancel = asyncio.run_coroutine_threadsafe(episode, loop).cancel
+            member.cancel = loop.begin(episode).cancel
 
     async def _run_member(self, prompt: Prompt, requests: Requests, member: Member) -> None:
         try:
@@ -93,23 +93,14 @@ class CommandEpisodes:
         loop = self._loop
         self._loop = None
         if loop is not None:
-            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
+            loop.stop(self._workers.close)
 
-    def _start(self) -> asyncio.AbstractEventLoop:
-        """Start a thread with an event loop and the endpoint; returns the loop."""
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="episodes", daemon=True).start()
+    def _start(self) -> EventLoop:
+        """Start an event loop with the endpoint."""
+        loop = EventLoop()
         self._endpoint = PolicyEndpoint(self._say)
-        asyncio.run_coroutine_threadsafe(self._endpoint.start(), loop).result()
+        loop.run(self._endpoint.start())
         return loop
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._workers.close()
 
     async def _episode(self, prompt: Prompt, requests: Requests, member: Member) -> Episode:
         """Run the programs of an episode, again if they fail. A fault ends this episode only."""

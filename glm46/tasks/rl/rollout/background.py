@@ -164,9 +164,9 @@ class BackgroundGeneration:
                 self._begin(self._requests, new)
         self._requests.start()
 
-    def halt(self) -> bool:
+    def halt(self, seconds: float | None = None) -> bool:
         """See `OpenRequests.halt`."""
-        if not self._requests.halt():
+        if not self._requests.halt(seconds):
             return False
         self._writer.submit(self._write).result()
         for number, members in {} if self._has_turns else self._groups.items():

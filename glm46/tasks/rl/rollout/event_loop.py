@@ -1,14 +1,19 @@
-"""One asyncio loop in a thread, in which rank 0 talks to servers while its main thread trains, and blocking calls
-besides it."""
+"""Asyncio loops in threads, in which rank 0 talks to servers and runs episodes while its main thread trains, and
+blocking calls besides them."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Future
-from functools import cached_property
+from concurrent.futures import Future, wait
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
+LAST_CALL = "last call"
+"""Name of tasks that `EventLoop.stop` lets end by themselves."""
+_END_SECONDS = 30.0
+"""Maximum wait for the ends of the coroutines of a loop."""
 
 
 class EventLoop:
@@ -16,8 +21,8 @@ class EventLoop:
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
+        loop = _Loop()
+        in_thread(loop.run_forever)
         return loop
 
     def begin(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
@@ -32,18 +37,49 @@ class EventLoop:
         """Have the loop call a function soon, after those of earlier calls."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def stop(self) -> None:
-        """Cancel all coroutines and end the thread."""
+    def stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Cancel all coroutines, run `last`, and end the thread, within half a minute: what has not ended by then hangs
+        and must not hold up the end of the run."""
         if "_loop" in vars(self):
-            self.run(_cancel_others())
+            wait([self.begin(_end_others(last))], _END_SECONDS)
             self.call(self._loop.stop)
+            del self._loop  # a later coroutine starts another one
 
 
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+async def _end_others(last: Callable[[], Awaitable[None]] | None) -> None:
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a cancelled one may start a last call
+        for task in others:
+            if task.get_name() != LAST_CALL:
+                task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    if last is not None:
+        await last()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Resolves host names in daemon threads, and a name once for all calls that wait for it. asyncio's own executor has
+    few threads, which a resolver that hangs would occupy, and for which the end of the process would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resolving = dict[tuple[object, ...], Future[list[Any]]]()
+
+    async def getaddrinfo(
+        self,
+        host: bytes | str | None,
+        port: bytes | str | int | None,
+        *,
+        family: int = 0,
+        type: int = 0,
+        proto: int = 0,
+        flags: int = 0,
+    ) -> list[Any]:
+        key = (host, port, family, type, proto, flags)
+        resolving = self._resolving.get(key)
+        if resolving is None:
+            resolving = self._resolving[key] = in_thread(partial(socket.getaddrinfo, *key))
+            resolving.add_done_callback(lambda _: self._resolving.pop(key))
+        return await asyncio.wrap_future(resolving)
 
 
 async def all_results(works: Iterable[Awaitable[_Result]]) -> list[_Result]:

@@ -1,16 +1,16 @@
 """JSON over HTTP with a deadline for the whole call."""
 
 import asyncio
-import json
 import ssl
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from glm46.config.errors import UserError
 
@@ -19,6 +19,11 @@ with suppress(ImportError):  # it is needed for servers alone, see `require_http
 
 _Result = TypeVar("_Result")
 _MAX_REASON = 400
+_MAX_REPLY_BYTES = 2**30
+"""Larger than a reply of 200,000 tokens with the experts of each layer."""
+_LARGE_BYTES = 2**16
+_PARSER = ThreadPoolExecutor(1, thread_name_prefix="large replies")
+"""Parses large replies. One thread: a parser keeps Python's lock, and the loop gets it between two replies."""
 _HEADERS = {
     "Content-Type": "application/json",
     "Accept-Encoding": "identity",
@@ -66,11 +71,13 @@ async def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
     Raises:
         RefusedError: the reply is 4xx.
         StatusError: it is 5xx, or a redirect.
-        CallError: no connection, no complete reply in time, or a reply that is not JSON.
+        CallError: no connection, no complete reply in time, or a reply that is not JSON or is longer than any other.
     """
     content = await exchange(url, path, body, seconds=seconds)
     try:
-        return json.loads(content) if content else None
+        if len(content) > _LARGE_BYTES:
+            return await asyncio.get_running_loop().run_in_executor(_PARSER, from_json, content)
+        return from_json(content) if content else None
     except ValueError:
         raise CallError(f"{path}: the reply is not JSON: {content[:80]!r}") from None
 
@@ -88,8 +95,11 @@ async def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> 
             httpx.AsyncClient(verify=_tls(), trust_env=False, follow_redirects=False, timeout=None) as client,
             client.stream(method, url + path, content=content, headers=_HEADERS) as reply,
         ):
-            # Raw: whatever the reply declares, it is not decompressed.
-            received = b"".join([block async for block in reply.aiter_raw()])
+            received = bytearray()
+            async for block in reply.aiter_raw():  # raw: whatever the reply declares, it is not decompressed
+                received += block
+                if len(received) > _MAX_REPLY_BYTES:
+                    raise CallError(f"{path}: the reply is longer than {_MAX_REPLY_BYTES} bytes")
     except TimeoutError:
         raise CallError(f"{path}: no complete reply within {seconds:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
@@ -97,7 +107,7 @@ async def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> 
     if not reply.is_success:  # redirects are not followed
         kind = RefusedError if reply.is_client_error else StatusError
         raise kind(f"{path} answered {reply.status_code}: {received[:_MAX_REASON].decode(errors='replace')}")
-    return received
+    return bytes(received)
 
 
 @cache
@@ -120,11 +130,11 @@ def _reason(path: str, error: Exception) -> str:
     return f"{path}: {type(innermost).__name__}: {innermost}"
 
 
-async def guarded(work: Awaitable[_Result]) -> _Result:
-    """Return the result of a call. Errors other than `CallError` are bugs of this client: their traceback is printed,
-    because the message about the server does not explain them."""
+async def guarded(begin: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Begin a call and return its result. Errors other than `CallError` are bugs of this client: their traceback is
+    printed, because the message about the server does not explain them."""
     try:
-        return await work
+        return await begin()
     except Exception as error:
         if isinstance(error, CallError):
             raise

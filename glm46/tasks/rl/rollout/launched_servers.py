@@ -86,13 +86,13 @@ class LaunchedServers:
 
     def stop(self) -> None:
         """End the servers with SIGTERM, then with SIGKILL."""
-        for signal_, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
+        for signal_ in (signal.SIGTERM, signal.SIGKILL):
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal_)
             for process in self._running.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(seconds)
+                    process.wait(_STOP_SECONDS)  # a driver may hold even a killed one
         self._running.clear()
 
     def _log(self, port: int) -> Path:

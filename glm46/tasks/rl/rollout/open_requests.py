@@ -115,14 +115,19 @@ class OpenRequests:
             self.failed()
             raise
 
-    def halt(self) -> bool:
-        """End all calls and keep their tokens, within the deadlines of the servers. Return True if it was running."""
+    def halt(self, seconds: float | None = None) -> bool:
+        """End all calls and keep their tokens, within the deadlines of the servers. Return True if it was running.
+
+        Args:
+            seconds: give up the calls that have not ended after this time.
+        """
         working = self._working
         if working is None:  # perhaps another thread has halted it
             return False
         self._is_halting = True
         self._post(partial(self._enqueue, []))
-        wait([working])
+        if wait([working], seconds).not_done:
+            working.cancel()
         with self._lock:
             self._working = None
         return True
@@ -203,13 +208,14 @@ class OpenRequests:
         pending.abort_at = time.monotonic() + deadline
         self._sent[name] = pending
         request = rest(pending.request, pending.generated)
-        generation = server.generate(name, request, self._rules, self._servers.salt, deadline + _GRACE_SECONDS)
-        self._calls[name] = asyncio.create_task(self._call(name, generation, self._inbox))
+        seconds = deadline + _GRACE_SECONDS
+        generate = partial(server.generate, name, request, self._rules, self._servers.salt, seconds)
+        self._calls[name] = asyncio.create_task(self._call(name, generate, self._inbox))
 
-    async def _call(self, name: str, generation: Awaitable[Completion], inbox: Inbox) -> None:
+    async def _call(self, name: str, generate: Callable[[], Awaitable[Completion]], inbox: Inbox) -> None:
         outcome: Completion | CallError
         try:
-            outcome = await guarded(generation)
+            outcome = await guarded(generate)
         except CallError as error:
             outcome = error
         self._calls.pop(name, None)

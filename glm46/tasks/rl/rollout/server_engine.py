@@ -38,6 +38,9 @@ VERSION_FILE = "version.json"
 """File in a folder of weights with their version, and length and SHA-256 of each file."""
 
 _RESTART_SECONDS = 300.0  # time for a server with a large model to start, when no server is left
+_HALT_SECONDS = 30.0
+"""Maximum wait at the end of a run for the calls of generation: longer than a halt takes unless a server loads
+weights."""
 _PROBES = 4
 """Prompts of the probe."""
 _FIRST = 8
@@ -302,7 +305,7 @@ class ServerEngine:
             if self._background is not None:
                 # Late results of functions and programs are not written.
                 ends.callback(self._background.keep, (), before=0)
-                self._background.halt()
+                self._background.halt(_HALT_SECONDS)
 
     def _remove(self, *, but: Set[Path | None] = frozenset()) -> None:
         for folder in self._folder.glob("version-*"):

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.event_loop import EventLoop, all_results
@@ -93,7 +94,7 @@ class Servers:
 
         async def generate(server: Server) -> tuple[list[Completion], CallError | None]:
             calls = [
-                guarded(server.generate(self.new_name(), request, self._rules, salt, self.deadline))
+                guarded(partial(server.generate, self.new_name(), request, self._rules, salt, self.deadline))
                 for request in requests
             ]
             try:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG
-from glm46.tasks.rl.rollout.event_loop import blocking, in_thread
+from glm46.tasks.rl.rollout.event_loop import LAST_CALL, blocking, in_thread
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, guarded
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, token_versions
 from glm46.tasks.rl.rollout.replies import version_of
@@ -132,7 +133,11 @@ class SglangServer(Server):
         backend = group_backend(self._facts["device"])
         loop = asyncio.get_running_loop()
         group = await blocking(lambda: SglangGroup(self.url, workers, backend, seconds, loop))
-        await blocking(group.meet)
+        try:
+            await blocking(group.meet)
+        except BaseException:
+            group.close()
+            raise
         return group
 
     async def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
@@ -228,11 +233,7 @@ class SglangGroup(WeightGroup):
             self._reply.result()
             self._open()
         except RuntimeError as error:
-            self.close()
             raise CallError(f"no group for weights ({first_sentence(error)})") from None
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self) -> None:
         try:
@@ -285,7 +286,7 @@ class SglangGroup(WeightGroup):
         """See `WeightGroup.result`."""
         if self.fault is None:
             self._call("/end_weight_update", {}, seconds)
-            self._leave()
+            self._leave().result()
         return super().result(seconds)
 
     def _await_loaded(self, end: float) -> None:
@@ -294,14 +295,22 @@ class SglangGroup(WeightGroup):
     def close(self) -> None:
         """See `WeightGroup.close`."""
         super().close()
-        if self._name:  # in a thread: workers may wait in a broadcast, which ends only when this side is gone
-            in_thread(self._leave)
+        if self._name:
+            self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self) -> Future[None]:
+        """Begin to destroy the group of the server. Its workers may wait in a broadcast, which ends only when this side
+        is gone."""
         name = self._name
         self._name = ""
+        return asyncio.run_coroutine_threadsafe(self._destroy(name), self._loop)
+
+    async def _destroy(self, name: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "in a coroutine"
+        task.set_name(LAST_CALL)
         with suppress(CallError):
-            self._call("/destroy_weights_update_group", {"group_name": name})
+            await call(self.url, "/destroy_weights_update_group", {"group_name": name}, seconds=self._wait)
 
     def _call(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
         return self._begin_call(path, body, seconds or self._wait).result()
@@ -311,7 +320,8 @@ class SglangGroup(WeightGroup):
         return self._begin_call(path, body, 2 * self._wait)
 
     def _begin_call(self, path: str, body: dict[str, Any], seconds: float) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(guarded(call(self.url, path, body, seconds=seconds)), self._loop)
+        begin = partial(call, self.url, path, body, seconds=seconds)
+        return asyncio.run_coroutine_threadsafe(guarded(begin), self._loop)
 
 
 def _ordered(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

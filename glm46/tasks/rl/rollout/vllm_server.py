@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ class VllmServer(Server):
         loop = asyncio.get_running_loop()
 
         def invite(invitation: str) -> Future[Any]:
-            reply = self._extension("glm46_receive", invitation, seconds=seconds)
-            return asyncio.run_coroutine_threadsafe(guarded(reply), loop)
+            begin = partial(self._extension, "glm46_receive", invitation, seconds=seconds)
+            return asyncio.run_coroutine_threadsafe(guarded(begin), loop)
 
         group = await blocking(lambda: WeightGroup(self.url, workers, backend, seconds))
         await blocking(lambda: group.join(version, invite))

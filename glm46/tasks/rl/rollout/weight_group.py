@@ -227,7 +227,8 @@ class WeightGroup:
             # thread has the last reference, because the end of a group of gloo waits for its open broadcasts.
             last_reference = self._group
             self._group = []
-            in_thread(lambda: last_reference.pop().abort())
+            # The last call logs an error of the first one.
+            in_thread(lambda: last_reference.pop().abort()).add_done_callback(Future.result)
 
 
 def first_sentence(error: RuntimeError) -> str:

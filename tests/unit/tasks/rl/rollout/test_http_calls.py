@@ -1,5 +1,6 @@
 """The deadline of a call holds for the whole call, however its bytes come."""
 
+import asyncio
 import itertools
 import socket
 import sys
@@ -13,6 +14,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.config.rollout import RolloutConfig
 from glm46.operate.launch import rl_start
+from glm46.tasks.rl.rollout import http_calls
 from glm46.tasks.rl.rollout.event_loop import blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, StatusError, guarded, require_http_client
 from tests.unit.tasks.rl.rollout.waiting import call, run
@@ -75,7 +77,7 @@ def test_a_fault_of_the_client_has_its_traceback_and_is_no_fault_of_a_server(cap
         raise RuntimeError("in our own code")
 
     with pytest.raises(CallError, match="the client failed; see the traceback above"):
-        run(guarded(fail()))
+        run(guarded(fail))
     assert "RuntimeError: in our own code" in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="in our own code"):
         run(blocking(lambda: run(fail())))
@@ -84,6 +86,34 @@ def test_a_fault_of_the_client_has_its_traceback_and_is_no_fault_of_a_server(cap
 def test_a_reply_is_not_decompressed_whatever_it_declares():
     with answering([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n[1]"]) as url:
         assert call(url, "/path", seconds=60.0) == [1]
+
+
+def test_a_reply_that_does_not_end_is_refused_before_it_fills_the_memory(monkeypatch):
+    monkeypatch.setattr(http_calls, "_MAX_REPLY_BYTES", 1000)
+    parts = itertools.chain([b"HTTP/1.0 200 OK\r\n\r\n"], itertools.repeat(b"[" * 600))
+    with answering(parts) as url, pytest.raises(CallError, match="/path: the reply is longer than 1000 bytes"):
+        call(url, "/path", seconds=60.0)
+
+
+def test_parsing_a_large_reply_does_not_hold_up_other_calls(monkeypatch):
+    begun, other_ran = threading.Event(), threading.Event()
+
+    def parse(content: bytes) -> int:
+        begun.set()
+        assert other_ran.wait(10.0), "the loop waits for the parser"
+        return len(content)
+
+    async def other() -> None:
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        other_ran.set()
+
+    async def both(url: str) -> tuple[int, None]:
+        return await asyncio.gather(http_calls.call(url, "/path", seconds=60.0), other())
+
+    monkeypatch.setattr(http_calls, "from_json", parse)
+    with answering([b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"1" * 100_000]) as url:
+        assert run(both(url))[0] == 100_000
 
 
 def test_a_redirect_is_not_followed_and_is_no_answer():

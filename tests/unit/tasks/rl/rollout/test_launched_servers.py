@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from glm46.tasks.rl.rollout import launched_servers
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.served_policy import EngineError
 from tests.processes import is_alive, wait_until
@@ -61,3 +63,17 @@ time.sleep(600)
         server = words(tmp_path / "server-81.log")[0]
         process.kill()
     wait_until(lambda: not is_alive(int(server)))
+
+
+def test_the_end_does_not_wait_for_a_process_that_a_driver_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(launched_servers, "_STOP_SECONDS", 0.1)
+    servers = LaunchedServers(COMMAND, ["http://127.0.0.1:81"], tmp_path, print)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def wait(seconds: float | None) -> None:
+        assert seconds is not None, "it would wait for ever"
+        raise subprocess.TimeoutExpired("server", seconds)
+
+    servers._running[81] = SimpleNamespace(pid=ended.pid, wait=wait)
+    servers.stop()

@@ -1,7 +1,9 @@
 """The engine of servers in one process, against stubs."""
 
+import asyncio
 import contextlib
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, servers
+from glm46.tasks.rl.rollout.event_loop import in_thread
 from glm46.tasks.rl.rollout.records import Episode, Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.served_policy import CHANGED, ServedPolicy
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
@@ -96,7 +99,7 @@ def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, monke
 
 
 def test_a_close_that_cannot_write_groups_still_frees_the_disk_and_ends_all(tmp_path, monkeypatch):
-    def fail() -> None:
+    def fail(seconds: float) -> None:
         raise UserError("No space left on device")
 
     config, done = RolloutConfig(kind="vllm", urls=["http://127.0.0.1:8000"], max_new_tokens=6), []
@@ -112,6 +115,24 @@ def test_a_close_that_cannot_write_groups_still_frees_the_disk_and_ends_all(tmp_
     with pytest.raises(UserError, match="No space left"):
         Reinforcement.close(task)
     assert done == ["groups", "servers", "environment", "rewards", "journal"] and not list(tmp_path.iterdir())
+
+
+def test_a_close_does_not_wait_for_a_server_that_takes_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_engine, "_HALT_SECONDS", 0.2)
+    config = RolloutConfig(kind="vllm", urls=["http://127.0.0.1:8000"], max_new_tokens=6)
+    options = {"prompts": [[5, 6, 7, 8]], "rules": RULES, "padding": range(50, 52)}
+    engine = ServerEngine(config, folder=tmp_path, policy=ServedPolicy(*[None] * 5), **options)
+    is_loading = threading.Event()
+
+    async def load() -> None:
+        is_loading.set()
+        await asyncio.sleep(600.0)
+
+    engine._servers.join_again = load
+    engine.generate_ahead(tmp_path / "ahead", goes_on=True)
+    engine.background.start()
+    assert is_loading.wait(60.0)
+    in_thread(engine.close).result(60.0)
 
 
 @pytest.mark.slow

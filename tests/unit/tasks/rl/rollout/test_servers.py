@@ -1,5 +1,7 @@
 """The pool of servers against a stub: every fault ends in bounded time, in completions of others or one message."""
 
+import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -99,6 +101,24 @@ def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kin
     stubs[0]._sample = counted
     assert len(run(answers(pool, REQUESTS, RULES))) == len(REQUESTS) == 12
     assert max(seen) == 8
+
+
+def test_a_call_that_is_cancelled_before_it_begins_leaves_no_coroutine(make_pool, weights, recwarn):
+    pool = make_pool()
+    run(pool.update(weights(1)))
+
+    async def begin_and_cancel() -> None:
+        requests = OpenRequests(pool, RULES)
+        requests._sent, requests._calls = {}, {}
+        (server, *_) = await pool.ready()
+        requests._begin(OpenRequest(REQUESTS[0]), server)
+        for task in requests._calls.values():
+            task.cancel()
+        await asyncio.wait(requests._calls.values())
+
+    run(begin_and_cancel())
+    gc.collect()
+    assert not [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)]
 
 
 def test_vllm_is_paused_before_a_load_and_resumed_after_it_was_named(make_pool, weights, stubs):

@@ -1,6 +1,7 @@
 """The client of SGLang against the classes of its wheel, and against a stub that is made from them."""
 
 import ast
+import asyncio
 import json
 import os
 import threading
@@ -20,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import servers, sglang_server, weight_group
-from glm46.tasks.rl.rollout.event_loop import blocking
+from glm46.tasks.rl.rollout.event_loop import EventLoop, blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError
 from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
@@ -282,6 +283,22 @@ def test_server_that_is_killed_in_the_broadcast_is_excluded_at_once_and_comes_ba
     sent.update(2)
     assert back.set()["version"] == 2 and "generates with version 2" in sent.lines[-1]
     back.process.kill()
+
+
+def test_a_run_that_ends_in_a_broadcast_leaves_no_group_at_the_server(stubs):
+    sent = Sent(stubs[:1])
+    sent.pool.loop = EventLoop()
+    is_sending = threading.Event()
+
+    async def send(groups) -> None:
+        is_sending.set()
+        await asyncio.Event().wait()
+
+    sent.pool.send = send
+    sent.pool.loop.begin(sent.pool.update(Weights(1, None, PROBE, scores(1, PROBE))))
+    assert is_sending.wait(SOON) and stubs[0]._groups
+    sent.pool.loop.stop()
+    assert "/destroy_weights_update_group" in stubs[0].paths() and not stubs[0]._groups
 
 
 def test_server_that_loses_a_bucket_is_found_out_by_the_probe(stubs):

@@ -26,6 +26,7 @@ from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.served_policy import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
+from tests.processes import wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, JoinedReceiver, digest, generate, glm_weights, scores
 from tests.unit.tasks.rl.rollout.waiting import call, run, servers_of
 
@@ -356,6 +357,16 @@ class StuckGroup:
 
     def abort(self):
         time.sleep(10 * SOON)
+
+
+def test_an_abort_that_fails_is_logged(stubs, caplog):
+    def fail() -> None:
+        raise RuntimeError("the communicator is damaged")
+
+    group = WeightGroup(stubs[0].url, 1, "gloo", SOON)
+    group._group = [SimpleNamespace(abort=fail)]
+    group.close()
+    wait_until(lambda: "the communicator is damaged" in caplog.text)
 
 
 @pytest.mark.slow
