@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
 import torch.nn.functional as F
@@ -118,11 +119,10 @@ class RowwiseKernels:
     def __init__(self) -> None:
         with _tuned_once():
             from torchao.prototype.moe_training import kernels
-            from torchao.prototype.moe_training.kernels import float8_rowwise
         self._kernels = kernels
         self._round_transposed = kernels.triton_fp8_rowwise_3d_transpose_rhs
         if has_triton():
-            self._round_transposed = float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
+            self._round_transposed = kernels.float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
 
     def forms(self, weight_EOI: Tensor, for_backward: bool) -> tuple[Tensor, ...]:
         """See `GroupedKernels.forms`."""
@@ -336,8 +336,6 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def let_backward_run_twice() -> None:
     """Allow two backward passes through compiled layers, for pipeline schedules that split backward. By default torch
     overwrites saved tensors in the first pass and rejects a second one."""
-    import torch._functorch.config
-
     torch._functorch.config.donated_buffer = False
 
 
@@ -347,15 +345,14 @@ def publish_compiled_files_whole() -> None:
     By itself the compiler writes to the final name: a process that is killed leaves half a file there, which every
     later process takes. Precompiled headers get a folder of their own, because half a header cannot be recognized.
     """
-    from torch._inductor import codecache
-    from torch._inductor.cpp_builder import CppBuilder
+    from torch._inductor import codecache, cpp_builder
 
-    if hasattr(CppBuilder.build, "__wrapped__"):
+    if hasattr(cpp_builder.CppBuilder.build, "__wrapped__"):
         return  # it is replaced already
-    build = CppBuilder.build
+    build = cpp_builder.CppBuilder.build
 
     @functools.wraps(build)
-    def build_whole(builder: CppBuilder) -> None:
+    def build_whole(builder: cpp_builder.CppBuilder) -> None:
         target = builder.get_target_file_path()
         output = builder._output
         if target not in output:
@@ -370,7 +367,7 @@ def publish_compiled_files_whole() -> None:
             builder._output = output
             Path(partial).unlink(missing_ok=True)
 
-    CppBuilder.build = build_whole  # type: ignore[method-assign, assignment]  # replaced on purpose
+    cpp_builder.CppBuilder.build = build_whole  # type: ignore[method-assign, assignment]  # replaced on purpose
     headers = f"{codecache._HEADER_DIR}_glm46"
     codecache._HEADER_DIR = headers
     codecache._HEADER_LOCK_DIR = f"{headers}/locks"
@@ -386,16 +383,12 @@ def compiled_code_folders() -> set[Path]:
 def let_size_vary(tensor: Tensor, dim: int) -> None:
     """Let `torch.compile` make code for any size of a dimension. By default it makes code for one size, and again for
     any size of each tensor that it sees change."""
-    import torch._dynamo
-
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def let_longest_run_vary() -> None:
     """Let `torch.compile` make code for any `max_q` and `max_k` of an attention layout. By default it makes code for a
     first number, and again for any when it changes. Integers can be marked only by name."""
-    import torch.compiler.config
-
     config = torch.compiler.config
     names = r".*\.max_[qk]$"
     if names not in config.dynamic_sources.split(","):
@@ -404,8 +397,6 @@ def let_longest_run_vary() -> None:
 
 def let_layers_compile(times: int) -> None:
     """Let `torch.compile` compile one function this many times. By default a whole graph raises after 8 times."""
-    import torch._dynamo.config
-
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, times)
 
 
@@ -477,7 +468,6 @@ def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
     torch has the switch as a private key only. The group is made known to symmetric memory: torch 2.11 raises without
     it, and 2.14 calls it deprecated.
     """
-    import torch._inductor.config
     from torch.distributed import _symmetric_memory
 
     torch._inductor.config._micro_pipeline_tp = True

@@ -46,11 +46,11 @@ from glm46.engine.reliability.hang_report import collectives_here
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
+from glm46.files.threads import in_thread
 from glm46.run import context_keys
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.tasks.pretrain.next_token import NextToken
-from glm46.tasks.rl.rollout.event_loop import in_thread
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 from tests.ranks.sharded_layouts import Job, Layout, make_batch, make_config, micro_batches, whole
 

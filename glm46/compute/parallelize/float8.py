@@ -55,11 +55,10 @@ def _layer_of_recipe(float8: Float8Config) -> "Float8Linear":
     """Return a layer of torchao that holds its configuration of a recipe."""
     # Imported here: only FP8 runs need it.
     compat.quiet_libraries()
-    from torchao.float8.config import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8 import Float8LinearConfig, float8_linear
 
     config = replace(Float8LinearConfig.from_recipe_name(float8.recipe_name), emulate=float8.emulate)
-    return Float8Linear(1, 1, bias=False, config=config, device="meta")
+    return float8_linear.Float8Linear(1, 1, bias=False, config=config, device="meta")
 
 
 def _gathered_in_fp8(weight: Tensor, recipe_layer: "Float8Linear") -> Tensor:

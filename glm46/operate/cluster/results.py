@@ -2,14 +2,16 @@
 
 import subprocess
 import textwrap
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from glm46.config.errors import UserError
+from glm46.files.threads import in_thread
 from glm46.operate.estimate.machine import Machine
 from glm46.run.plan import Plan
 
@@ -106,28 +108,23 @@ def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) ->
     """Return the results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
     results = []
     for name, check in checks.items():
-        check_results: list[Result] = []
         # A thread that continues if the check does not end: a call to storage that hangs cannot be interrupted.
-        thread = threading.Thread(target=_collect, args=(name, check, subject, check_results), daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
+        ended = in_thread(partial(_results_of, check, subject))
+        if wait([ended], seconds).not_done:
             value = f"no answer within {seconds:.0f} s"
-            check_results = [Result(name, FAIL, value, f"{seconds:.0f} s", _HOST_REMEDY)]
-        results += check_results
+            results.append(Result(name, FAIL, value, f"{seconds:.0f} s", _HOST_REMEDY))
+        elif (error := ended.exception()) is None:
+            results += ended.result()
+        elif isinstance(error, UserError):
+            results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
+        else:
+            remedy = _HOST_REMEDY if isinstance(error, (OSError, ValueError)) else _CHECK_REMEDY
+            results.append(Result(name, FAIL, describe_error(error), "an answer", remedy))
     return results
 
 
-def _collect(name: str, check: Check, subject: Subject, results: list[Result]) -> None:
-    try:
-        results += list(check(subject))
-    except UserError as error:
-        results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
-    except BaseException as error:
-        remedy = _HOST_REMEDY if isinstance(error, (OSError, ValueError)) else _CHECK_REMEDY
-        results.append(Result(name, FAIL, describe_error(error), "an answer", remedy))
-        if not isinstance(error, Exception):
-            raise
+def _results_of(check: Check, subject: Subject) -> list[Result]:
+    return list(check(subject))
 
 
 def describe_error(error: BaseException) -> str:

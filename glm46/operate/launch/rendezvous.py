@@ -1,12 +1,13 @@
 """Rendezvous of the launchers of several nodes, at a port of the first node."""
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Event
 
 from glm46.config.errors import UserError
+from glm46.files.threads import meanwhile
 from glm46.operate.launch.nodes import LAST_PORT, Nodes
 
 LOCAL_BACKEND = "glm46-local"
@@ -114,20 +115,15 @@ def wait_for_first(nodes: Nodes, start: int, report: Callable[[str], None]) -> N
 @contextmanager
 def reporting_missing_nodes(nodes: Nodes, has_met: Callable[[], bool], report: Callable[[str], None]) -> Iterator[None]:
     """Report every few seconds that nodes are missing, until `has_met` returns True."""
-    end = threading.Event()
 
-    def report_missing() -> None:
+    def report_missing(end: Event) -> None:
         began = time.monotonic()
         while not end.wait(_REPORT_SECONDS) and not has_met():
             waited = time.monotonic() - began
             report(f"node {nodes.rank} waits until all {nodes.count} nodes are at {nodes.host}, {waited:.0f} s so far")
 
-    if nodes.count > 1:
-        threading.Thread(target=report_missing, name="missing nodes", daemon=True).start()
-    try:
+    with meanwhile(report_missing) if nodes.count > 1 else nullcontext():
         yield
-    finally:
-        end.set()
 
 
 def _port(nodes: Nodes, start: int) -> int:

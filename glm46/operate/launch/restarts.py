@@ -4,11 +4,11 @@ import json
 import re
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from threading import Event
 
 from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.errors import UserError
@@ -16,6 +16,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED
 from glm46.engine.reliability.verdict import HANG_FOLDER, VERDICT_FILE
+from glm46.files.threads import meanwhile
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
 from glm46.storage.checkpoint.integrity import published_steps
 
@@ -107,20 +108,14 @@ class SavedSteps:
         self._newest = max(_steps(self._folder), default=self._newest)
         return self._newest
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Look for new checkpoints in a thread during this context: storage may be lost before the ranks end."""
-        end = threading.Event()
 
-        def look() -> None:
+        def look(end: Event) -> None:
             while not end.wait(_LOOK_SECONDS if self._newest else _FIRST_SECONDS):
                 self.newest()
 
-        threading.Thread(target=look, name="saved steps", daemon=True).start()
-        try:
-            yield
-        finally:
-            end.set()
+        return meanwhile(look)
 
     def wait_for_storage(self, seconds: float, report: Callable[[str], None]) -> None:
         """Wait until the folders of a run that has saved a checkpoint hold checkpoints and text again.

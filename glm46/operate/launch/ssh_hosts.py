@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
+from glm46.files.threads import map_in_threads
 from glm46.operate.launch.hostfile import Host
 
 CLIENTS = ("ssh", "srun")
@@ -136,8 +136,7 @@ def run_on_hosts(
         return HostAnswer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
 
     _allow_files_for_clients()
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(run, hosts, commands))
+    return map_in_threads(lambda pair: run(*pair), zip(hosts, commands, strict=True), at_once)
 
 
 def stoppable(command: str, stop_seconds: int) -> str:

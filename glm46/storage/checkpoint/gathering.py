@@ -11,12 +11,12 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm46.files.durable import FileRecord, hash_file, replace_durably, sync_folder
+from glm46.files.threads import map_in_threads
 from glm46.storage.checkpoint.integrity import (
     MANIFEST,
     check_hash,
@@ -170,9 +170,10 @@ def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
     make_durably(target)
     # Only this node's files; the manifest lists the files of all nodes.
     local_files = [(name, record) for name, record in records_of(body).items() if _has_length(source / name, record)]
-    with ThreadPoolExecutor(_COPY_THREADS) as threads:
-        file_faults = threads.map(lambda file: _copy_file(source / file[0], target / file[0], file[1]), local_files)
-        faults = [fault for one_file in file_faults for fault in one_file]
+    file_faults = map_in_threads(
+        lambda file: _copy_file(source / file[0], target / file[0], file[1]), local_files, _COPY_THREADS
+    )
+    faults = [fault for one_file in file_faults for fault in one_file]
     sync_folder(target)
     return faults
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from glm46.files.durable import FileRecord, create_durably, hash_file
 from glm46.files.file_content import known_fault, read_json_object
 from glm46.files.regular_file import is_file_name, read_regular
+from glm46.files.threads import map_in_threads
 
 if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported
     from glm46.compute.distributed.ranks import Ranks
@@ -156,14 +156,18 @@ def check_hash(path: Path, record: FileRecord) -> list[str]:
     return [] if actual == record else [f"{path}: SHA-256 {actual.sha256}, expected {record.sha256}"]
 
 
+def _files_at_once(ranks: "Ranks") -> int:
+    """Return how many files a rank hashes in parallel: many ranks on one machine already keep its cores busy."""
+    return min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))
+
+
 def hash_files(files: Sequence[Path], ranks: "Ranks") -> dict[str, str]:
     """Return the SHA-256 of each file by its name; each rank reads its share, several files at a time. Collective.
     Raises CheckpointError on all ranks if a file cannot be read."""
     local_files = files[ranks.rank :: ranks.size]
-    with ranks.stage(f"hashing {files[0].parent}") as stage, ThreadPoolExecutor() as pool:
-        stage.value = {
-            file.name: hashed.sha256 for file, hashed in zip(local_files, pool.map(hash_file, local_files), strict=True)
-        }
+    with ranks.stage(f"hashing {files[0].parent}") as stage:
+        records = map_in_threads(hash_file, local_files, _files_at_once(ranks))
+        stage.value = {file.name: record.sha256 for file, record in zip(local_files, records, strict=True)}
     return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
 
 
@@ -186,9 +190,7 @@ def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[st
     with ranks.stage(f"verifying {path}") as stage:
         largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
         local_files = largest_first[ranks.rank :: ranks.size]
-        # Many ranks on one machine already keep its cores busy; one rank alone hashes several files in parallel.
-        with ThreadPoolExecutor(min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))) as pool:
-            checked = pool.map(lambda item: check_hash(path / item[0], item[1]), local_files)
-            stage.value = [fault for faults in checked for fault in faults]
+        checked = map_in_threads(lambda item: check_hash(path / item[0], item[1]), local_files, _files_at_once(ranks))
+        stage.value = [fault for faults in checked for fault in faults]
     faults = [fault for faults in stage.values for fault in faults]
     return None if faults else body, faults

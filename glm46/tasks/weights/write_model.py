@@ -2,7 +2,8 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from glm46.compute.distributed.ranks import ALONE
+from glm46.files.threads import in_thread
 from glm46.storage.checkpoint.dcp import write_tensors
 from glm46.storage.checkpoint.publish import open_draft, publish
 from glm46.storage.checkpoint.save import Snapshot, encode_meta
@@ -55,14 +57,13 @@ class ReadAhead(LazyTensors):
         largest = max(prod(size) * dtype.itemsize for size, dtype in kinds.values())
         self._idle = np.empty(largest, np.uint8)
         self._used = np.empty(largest, np.uint8)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._coming: dict[str, Future[Tensor]] = {}
 
     def __enter__(self) -> "ReadAhead":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.shutdown(cancel_futures=True)
+        wait(self._coming.values())
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = (self._coming.get(name) or self._start(name)).result()
@@ -72,7 +73,7 @@ class ReadAhead(LazyTensors):
 
     def _start(self, name: str) -> Future[Tensor]:
         self._idle, self._used = self._used, self._idle
-        return self._reader.submit(self._made, name, self._used)
+        return in_thread(partial(self._made, name, self._used))
 
     def _made(self, name: str, memory: np.ndarray) -> Tensor:
         size, dtype = self._kinds[name]

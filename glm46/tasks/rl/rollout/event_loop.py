@@ -3,11 +3,12 @@ blocking calls besides them."""
 
 import asyncio
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
 from typing import Any, TypeVar
+
+from glm46.files.threads import in_thread
 
 _Result = TypeVar("_Result")
 LAST_CALL = "last call"
@@ -92,23 +93,6 @@ async def all_results(works: Iterable[Awaitable[_Result]]) -> list[_Result]:
             raise outcome
         results.append(outcome)
     return results
-
-
-def in_thread(work: Callable[[], _Result]) -> Future[_Result]:
-    """Run blocking work in a daemon thread. The process can end before it, unlike before the threads of an executor."""
-    future: Future[_Result] = Future()
-    future.set_running_or_notify_cancel()  # from now on nobody can cancel it
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 async def blocking(work: Callable[[], _Result]) -> _Result:

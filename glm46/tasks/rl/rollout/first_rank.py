@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.event_loop import in_thread
+from glm46.files.threads import in_thread
 from glm46.tasks.rl.rollout.served_policy import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.config.errors import UserError
+from glm46.files.threads import in_thread
 from glm46.storage.huggingface.peft_export import CONFIG
-from glm46.tasks.rl.rollout.event_loop import LAST_CALL, blocking, in_thread
+from glm46.tasks.rl.rollout.event_loop import LAST_CALL, blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, guarded
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, token_versions
 from glm46.tasks.rl.rollout.replies import version_of

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.distributed.environment import temporary_variable
-from glm46.tasks.rl.rollout.event_loop import in_thread
+from glm46.files.threads import in_thread
 from glm46.tasks.rl.rollout.http_calls import CallError
 
 BUCKET_BYTES = 256 << 20

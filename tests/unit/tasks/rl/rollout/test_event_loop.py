@@ -10,6 +10,7 @@ import pytest
 from glm46.tasks.rl.rollout import event_loop
 from glm46.tasks.rl.rollout.event_loop import EventLoop
 from glm46.tasks.rl.rollout.http_calls import CallError, call
+from tests.processes import wait_until
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def test_a_resolver_that_hangs_takes_one_thread_which_nobody_waits_for(loop, mon
         assert len(asked) == 1
     finally:
         ended.set()
+    wait_until(lambda: not loop._loop._resolving)
     with pytest.raises(CallError, match="no such host"):
         loop.run(call("http://glm46.invalid:80", "/path", seconds=60.0))
     assert len(asked) == 2

@@ -14,6 +14,7 @@ from glm46.compute.distributed.process import join, leave
 from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.config.rollout import RolloutConfig
+from glm46.files.threads import in_thread
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -21,7 +22,6 @@ from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, servers
-from glm46.tasks.rl.rollout.event_loop import in_thread
 from glm46.tasks.rl.rollout.records import Episode, Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.served_policy import CHANGED, ServedPolicy
 from glm46.tasks.rl.rollout.server_engine import ServerEngine

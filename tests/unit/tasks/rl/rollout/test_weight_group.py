@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from glm46.config.errors import UserError
+from glm46.files.threads import in_thread
 from glm46.tasks.rl.rollout import servers, vllm_server, weight_group
-from glm46.tasks.rl.rollout.event_loop import blocking, in_thread
+from glm46.tasks.rl.rollout.event_loop import blocking
 from glm46.tasks.rl.rollout.http_calls import CallError
 from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
