@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from glm46.files.threads import in_thread
 
 _Result = TypeVar("_Result")
-LAST_CALL = "last call"
-"""Name of tasks that `EventLoop.stop` lets end by themselves."""
+_LAST_CALL = "last call"
 _END_SECONDS = 30.0
 """Maximum wait for the ends of the coroutines of a loop."""
 
@@ -50,7 +49,7 @@ class EventLoop:
 async def _end_others(last: Callable[[], Awaitable[None]] | None) -> None:
     while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a cancelled one may start a last call
         for task in others:
-            if task.get_name() != LAST_CALL:
+            if task.get_name() != _LAST_CALL:
                 task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
     if last is not None:
@@ -81,6 +80,14 @@ class _Loop(asyncio.SelectorEventLoop):
             resolving = self._resolving[key] = in_thread(partial(socket.getaddrinfo, *key))
             resolving.add_done_callback(lambda _: self._resolving.pop(key))
         return await asyncio.wrap_future(resolving)
+
+
+async def last_call(begin: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Begin a call, as a task that `EventLoop.stop` lets end by itself, and return its result."""
+    task = asyncio.current_task()
+    assert task is not None, "in a coroutine"
+    task.set_name(_LAST_CALL)
+    return await begin()
 
 
 async def all_results(works: Iterable[Awaitable[_Result]]) -> list[_Result]:

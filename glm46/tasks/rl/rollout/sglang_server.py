@@ -6,9 +6,8 @@ import base64
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from glm46.config.errors import UserError
 from glm46.files.threads import in_thread
 from glm46.storage.huggingface.peft_export import CONFIG
-from glm46.tasks.rl.rollout.event_loop import LAST_CALL, blocking
+from glm46.tasks.rl.rollout.event_loop import blocking, last_call
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, guarded
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, token_versions
 from glm46.tasks.rl.rollout.replies import version_of
@@ -287,7 +286,7 @@ class SglangGroup(WeightGroup):
         """See `WeightGroup.result`."""
         if self.fault is None:
             self._call("/end_weight_update", {}, seconds)
-            self._leave().result()
+            wait([self._leave()])  # an error of this call does not matter
         return super().result(seconds)
 
     def _await_loaded(self, end: float) -> None:
@@ -299,19 +298,13 @@ class SglangGroup(WeightGroup):
         if self._name:
             self._leave()
 
-    def _leave(self) -> Future[None]:
+    def _leave(self) -> Future[Any]:
         """Begin to destroy the group of the server. Its workers may wait in a broadcast, which ends only when this side
         is gone."""
-        name = self._name
+        body = {"group_name": self._name}
+        destroy = partial(call, self.url, "/destroy_weights_update_group", body, seconds=self._wait)
         self._name = ""
-        return asyncio.run_coroutine_threadsafe(self._destroy(name), self._loop)
-
-    async def _destroy(self, name: str) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "in a coroutine"
-        task.set_name(LAST_CALL)
-        with suppress(CallError):
-            await call(self.url, "/destroy_weights_update_group", {"group_name": name}, seconds=self._wait)
+        return asyncio.run_coroutine_threadsafe(last_call(lambda: guarded(destroy)), self._loop)
 
     def _call(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
         return self._begin_call(path, body, seconds or self._wait).result()

@@ -51,7 +51,6 @@ def test_the_end_of_a_loop_waits_for_last_calls_and_not_for_what_hangs(loop, mon
     done = []
 
     async def last() -> None:
-        asyncio.current_task().set_name(event_loop.LAST_CALL)
         await asyncio.sleep(0.1)
         done.append("last")
 
@@ -59,7 +58,7 @@ def test_the_end_of_a_loop_waits_for_last_calls_and_not_for_what_hangs(loop, mon
         try:
             await asyncio.sleep(60.0)
         finally:
-            loop.begin(last())
+            loop.begin(event_loop.last_call(last))
 
     async def close() -> None:
         done.append("close")
