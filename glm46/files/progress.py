@@ -20,7 +20,8 @@ def bytes_progress(title: str, total: int, report: Callable[[str], None]):
         total: total number of bytes.
         report: prints a line of text; used if stderr is not a terminal.
     """
-    return _progress(title, total, report, (DownloadColumn(), BytesPerSecond()), "MB", 1e6, ".1f")
+    unit, size = ("kB", 1e3) if total < 1e6 else ("MB", 1e6)
+    return _progress(title, total, report, (DownloadColumn(), BytesPerSecond()), unit, size, ".1f")
 
 
 def tokens_progress(title: str, total: int, report: Callable[[str], None]):

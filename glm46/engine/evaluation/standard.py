@@ -4,6 +4,7 @@ the extra [eval]."""
 import logging
 import random
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -246,6 +247,7 @@ def _manager_that_knows(names: Sequence[str], folders: Sequence[Path]) -> TaskMa
     manager = TaskManager(include_path=paths, include_defaults=False)
     requested = [name for name in names if not _looks_like_path(name)]
     if not set(requested) <= set(manager.all_tasks):
+        print(f"looking for {', '.join(requested)} among the tasks of lm-eval", file=sys.stderr, flush=True)
         manager = TaskManager(include_path=paths)  # reads more than 10,000 files
     available = [*TASKS, *manager.all_tasks]
     unknown = [(name, nearest(name, available, 0.5)) for name in requested if name not in manager.all_tasks]

@@ -65,9 +65,8 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
             return end
         if number < max_restarts:
             print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
-    if max_restarts or newest:
-        beginning = f"error: no restart is left of {max_restarts}; the" if max_restarts else "The"
-        print(f"{beginning} same command goes on from {where}.", file=sys.stderr)
+    beginning = f"error: no restart is left of {max_restarts}; the" if max_restarts else "The"
+    print(f"{beginning} same command goes on from {where}.", file=sys.stderr)
     return end
 
 

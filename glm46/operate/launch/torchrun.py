@@ -161,7 +161,8 @@ def _end_of_failure(exit_codes: Mapping[int, int], rank: int, signals: LauncherS
     if code == EXIT_STOPPED:
         return End(EXIT_STOPPED, "the ranks have stopped, to be started again")
     cause = f"rank {rank} {describe_exit(code)}"
-    print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
+    if code != EXIT_USER_ERROR:  # The rank has printed the error of the user.
+        print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
     is_final = code in (EXIT_USER_ERROR, EXIT_DIVERGED)  # Another start would end in the same way.
     return End(code if is_final else EXIT_FAILED_RANK, cause)
 

@@ -22,7 +22,10 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         faults.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
     if not 0.0 <= arguments.temperature < math.inf:
-        faults.append(f"--temperature {arguments.temperature}: must be a number that is not negative")
+        faults.append(
+            f"--temperature {arguments.temperature}: must be a number that is not negative; 0 takes the most likely "
+            "token"
+        )
     if arguments.top_k is not None and arguments.top_k < 1:
         faults.append(f"--top-k {arguments.top_k}: must be at least 1")
     if not 0.0 < arguments.top_p <= 1.0:

@@ -180,8 +180,9 @@ def load_tokenizer(path: str, flavor: str = "") -> Tokenizer:
     file = tokenizer_file(path)
     if not file.is_file():
         raise UserError(
-            f"tokenizer '{path}': {file}: no such file; give the model's own tokenizer.json in model.tokenizer_path "
-            "(on the hub that of zai-org/GLM-4.5-Air, for example), or for a new model 'builtin' or a .tiktoken file"
+            f"tokenizer '{path}': {'' if str(file) == path else f'{file}: '}no such file; give the model's own "
+            "tokenizer.json (on the hub that of zai-org/GLM-4.5-Air, for example), or for a new model 'builtin' or a "
+            ".tiktoken file"
         )
     if file.suffix != ".json":
         ranks = read_rank_file(file)

@@ -110,7 +110,7 @@ def _without_index(folder: Path) -> Places:
     single = folder / SINGLE_FILE
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        hint = pickle_hint(folder) or "; download the weights"
+        hint = pickle_hint(folder) or "; download them, or export the model again"
         raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")
     names = {path.name for path in paths}
     for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):

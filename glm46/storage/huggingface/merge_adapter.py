@@ -97,7 +97,7 @@ def merge_lines(folder: Path, errors: dict[str, dict[str, float]]) -> list[str]:
     worst = max(errors, key=lambda name: errors[name]["rounding"])
     lost = [name for name in errors if errors[name]["rounding"] > _MOST_LOST]
     lines = [
-        f"{folder}: {len(errors)} weights changed, by {changes[0]:.1e} to {changes[-1]:.1e} of their norm",
+        f"{folder}: {len(errors)} adapted weights, changed by {changes[0]:.1e} to {changes[-1]:.1e} of their norm",
         f"rounding is at most {errors[worst]['rounding']:.3f} of the change, of {worst}; all: {MERGE_ERRORS}",
     ]
     if lost:

@@ -1,6 +1,7 @@
 """Tasks of lm-eval: the numbers of its own `hf` backend, resumed calls, refused tasks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -345,3 +346,14 @@ def test_a_file_that_is_no_task_is_refused_in_one_line(tmp_path, monkeypatch, co
     (fault,) = raised.value.faults
     assert said in fault and fault.startswith("--tasks broken.yaml: ") and "\n" not in fault
     assert "PathLike" not in fault and not Path("made").exists()
+
+
+def test_the_task_file_of_the_page_is_read(tmp_path, monkeypatch):
+    page = Path(__file__).parents[4].joinpath("docs", "evaluation.md").read_text()
+    content = page.split("```yaml\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.yaml").write_text(content)
+    example = re.search(r"# (\{.*\}) on each line", content)[1]
+    Path("questions.jsonl").write_text(f"{example}\n" * 3)
+    tasks = find_tasks(["my_task.yaml"], [], fewshot=None, limit=None)
+    assert list(tasks.loaded["tasks"]) == ["mine"]

@@ -278,7 +278,7 @@ def test_the_command_warns_when_rounding_takes_the_adapter(tmp_path, capsys):
     common = ["--base", base, "--adapter", tmp_path / "adapter"]
     assert run(*common, "--output", tmp_path / "bf16") == 0
     out, err = capsys.readouterr()
-    assert "16 weights" in out and "warning: in 16 weights" in err and "--dtype float32" in err
+    assert "16 adapted weights" in out and "warning: in 16 weights" in err and "--dtype float32" in err
     errors = json.loads((tmp_path / "bf16/merge_errors.json").read_text())
     assert all(0.5 < of["rounding"] < 2 and 1e-4 < of["change"] < 3e-3 for of in errors.values())
     assert run(*common, "--output", tmp_path / "fp32", "--dtype", "float32") == 0
