@@ -11,7 +11,7 @@ from glm46.engine.training.origin import has_checkpoint
 from glm46.engine.training.saved_config import INITIAL_REMEDY, SHAPE_KEYS, differences, saved_run
 from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows
-from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.checkpoint.folder_kind import Kind, kind_of, require_kind
 
 
 def refuse_weights(config: RunConfig) -> None:
@@ -54,12 +54,12 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
         expected_kind = "Hugging Face or step" if takes_both else "Hugging Face" if in_hf else "step"
         raise UserError(f"{key}: no such folder; give a {expected_kind} folder{run}")
+    if in_hf and is_start and kind_of(path) is Kind.DCP:
+        raise UserError(f"{key}: this is {Kind.DCP.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
     try:
-        kind = require_kind(path, Kind.HUGGING_FACE, Kind.DCP, *(() if in_hf else (Kind.STEP,)))
+        kind = require_kind(path, Kind.HUGGING_FACE, *(() if in_hf else (Kind.DCP, Kind.STEP)))
     except UserError as error:
         raise UserError(*(f"{key}: {fault.removeprefix(f'{path}: ')}" for fault in error.faults)) from error
-    if in_hf and kind is Kind.DCP and is_start:
-        raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
     if kind is Kind.DCP and config.checkpoint.initial_load_exclude and is_start:
         raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     from glm46.storage.huggingface.folder_check import check_base, check_tokenizer  # imports torch
