@@ -415,7 +415,7 @@ def resume(folder: Path, is_dry: bool) -> Result:
 def rates(folder: Path, is_dry: bool) -> Result:
     """Shares of the peaks that kernels reach, also as efficiencies.json for ``plan --measured``."""
     file = folder / "efficiencies.json"
-    flavor = ["--flavor", "debug", "--tokens", "64"] if is_dry else []
+    flavor = ["--flavor", "debug"] if is_dry else []
     from glm46.commands.benchmark import benchmark_command
 
     benchmark_command(["rates", *flavor, "--json", str(file)])

@@ -43,4 +43,3 @@ def test_ranks_that_draw_together_hold_parts_and_gather_one_tensor():
     assert generation("expert", 4) == pytest.approx(cache + copy - 3 / 4 * (gate_up + down))
     # Norms and routers, less than a hundredth, are whole on both ranks; experts are, too.
     assert generation("tensor", 2) == pytest.approx(cache / 2 + (copy + gate_up + down) / 2, rel=1e-2)
-    assert cache / 2 + copy / 2 < generation("pipeline", 2) < cache / 2 + copy

@@ -51,7 +51,7 @@ class OneTokenAfterAnother:
             self.thread = threading.Thread(target=self.run, daemon=True)
             self.thread.start()
 
-    def halt(self) -> bool:
+    def halt(self, seconds: float | None = None) -> bool:
         was_generating, self.thread = self.thread, None
         if was_generating is not None:
             self.is_halted.set()

@@ -196,7 +196,7 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
         def start(self):
             pass
 
-        def halt(self):
+        def halt(self, seconds=None):
             self.is_halted = True
             return True
 
@@ -259,7 +259,7 @@ def test_turns_and_ends_of_episodes_are_kept_one_by_one_and_a_cut_file_goes_on(t
 
     def start(since: int = 0) -> list:
         begun.clear()
-        requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+        requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda seconds: True)
         generating = BackgroundGeneration(requests, tmp_path, begin)
         generating.add(3, [Request([1, 2], seed, 9) for seed in range(3)], since)
         generating.start()
@@ -303,7 +303,7 @@ def recorded(folder, begun: list, say=print) -> BackgroundGeneration:
     def begin(requests, members):
         begun[:] = members
 
-    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda seconds: True)
     generating = BackgroundGeneration(requests, folder, begin, say)
     generating.add(3, [Request([1, 2], seed, 9) for seed in range(2)], 0)
     generating.start()
@@ -358,7 +358,7 @@ def test_a_sample_that_many_updates_cut_is_kept_once(tmp_path):
             member.cancel, cut[member.request.seed] = lambda: None, member
 
     cut: dict = {}
-    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda seconds: True)
 
     def start() -> BackgroundGeneration:
         generating = BackgroundGeneration(requests, tmp_path, begin)
