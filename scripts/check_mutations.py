@@ -61,7 +61,9 @@ def _copy_checkout(target: Path) -> None:
 
 def _run_tests(folder: Path, tests: Sequence[str], seconds: float | None = None) -> tuple[int, str]:
     """Run tests up to the first failure. Returns pytest's exit code and the name of the test that failed."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not thorough and not long and not slurm"]
+    # Of a file the default tier, of tests given by name also thorough ones.
+    tier = "" if any("::" in test for test in tests) else "not thorough and "
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", f"{tier}not long and not slurm"]
     # Without bytecode: a fault that is planted within a second of another one would run the other one's.
     variables = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", *options, *tests]
