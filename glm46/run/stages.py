@@ -33,7 +33,7 @@ def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, .
     possible, then the other stages are as even as possible.
 
     The cost is the cost of the matrix products of a token. Dense, MoE and MTP layers and the head cost different
-    amounts; the last two are on the last stage.
+    amounts; MTP layers and the head are on the last stage.
 
     Args:
         stages: at most the number of layers.
@@ -47,7 +47,8 @@ def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, .
         return cumulative[stop] - cumulative[start] + (costs.head_and_mtp if stop == layers else 0.0)
 
     max_cost, _ = _cheapest_split(layers, stages, cost, max)
-    # Below this limit, the split with the least sum of squares is the most even one.
+    # Among splits without a more expensive stage, the one with the least sum of squares is the most even one: the sum
+    # of the costs is the same for all.
     limit = max_cost * (1.0 + 1e-9)
     _, ends = _cheapest_split(
         layers, stages, lambda start, stop: cost(start, stop) ** 2 if cost(start, stop) <= limit else inf, add

@@ -3,7 +3,8 @@
 Both take the same arguments, so that everything except the kernel itself is tested on a CPU. Neither allocates a tensor
 that grows with queries times keys.
 
-Shape letters: N queries, M keys, H query heads, K key heads, C = head_dim, P = pieces of a block, G = H / K.
+Shape letters: N queries, M keys, H query heads, K key heads, C = head_dim, P = pieces of a block, G = H / K,
+X = G * N.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from glm46.config.errors import UserError
 _BLOCK = 128
 """Maximum number of queries of a run in a block."""
 
-_SCORES = 2**18
+_MAX_SCORES = 2**18
 """Maximum number of scores (pairs times heads) of a block of several runs: small enough for a CPU cache, and memory
 does not grow with the number of heads."""
 
@@ -144,10 +145,11 @@ def part_attention_backward(
 class _Tokens(NamedTuple):
     """Tokens of several pieces in a tensor [tokens, heads, ...], whose first two dimensions are flattened."""
 
-    rows: Tensor
-    """int64 [P, heads, maximum tokens of a piece], flattened. Padding is the token after the last one."""
-    places: Tensor
-    """Like `rows`, but padding is the last token, which can be read."""
+    indices: Tensor
+    """int64 [P, heads, maximum tokens of a piece], flattened: indices into the tensor with tokens and heads flattened.
+    Padding is the token after the last one."""
+    readable_indices: Tensor
+    """Like `indices`, but padding is the last token, which can be read."""
     pieces: int
     is_real: Tensor | None
     """bool, true for tokens; None without padding."""
@@ -166,10 +168,11 @@ class _Block(NamedTuple):
 def _tokens(first: Tensor, count: Tensor, offset: Tensor, heads: int, all_tokens: int) -> _Tokens:
     """Index the tokens of pieces, from first token and count [P, 1]. ``offset``: 0 to the maximum count, exclusive."""
     token = (first + offset).where(offset < count, all_tokens)
-    rows = (token.unsqueeze(1) * heads + torch.arange(heads, device=token.device).unsqueeze(1)).flatten()
+    indices = (token.unsqueeze(1) * heads + torch.arange(heads, device=token.device).unsqueeze(1)).flatten()
     if int(count.min()) == len(offset):  # no padding: all pieces have the maximum count
-        return _Tokens(rows, rows, len(count), None)
-    return _Tokens(rows, rows.clamp(max=all_tokens * heads - 1), len(count), rows < all_tokens * heads)
+        return _Tokens(indices, indices, len(count), None)
+    readable_indices = indices.clamp(max=all_tokens * heads - 1)
+    return _Tokens(indices, readable_indices, len(count), indices < all_tokens * heads)
 
 
 def _read(x_NHC: Tensor, tokens: slice | _Tokens) -> Tensor:
@@ -177,7 +180,7 @@ def _read(x_NHC: Tensor, tokens: slice | _Tokens) -> Tensor:
     if isinstance(tokens, slice):
         return x_NHC[tokens].transpose(0, 1).unsqueeze(0)
     _, H, C = x_NHC.shape
-    return x_NHC.reshape(-1, C).index_select(0, tokens.places).view(tokens.pieces, H, -1, C)
+    return x_NHC.reshape(-1, C).index_select(0, tokens.readable_indices).view(tokens.pieces, H, -1, C)
 
 
 def _write(x_PHNC: Tensor, tokens: slice | _Tokens, into_NHC: Tensor, *, has_room: bool = True) -> None:
@@ -185,12 +188,12 @@ def _write(x_PHNC: Tensor, tokens: slice | _Tokens, into_NHC: Tensor, *, has_roo
     if isinstance(tokens, slice):
         into_NHC[tokens] = x_PHNC[0].transpose(0, 1)
         return
-    rows = tokens.rows
+    indices = tokens.indices
     values = x_PHNC.flatten(0, 2)
     if not has_room and tokens.is_real is not None:
-        rows = rows[tokens.is_real]
+        indices = indices[tokens.is_real]
         values = values[tokens.is_real]
-    into_NHC.flatten(0, 1).index_copy_(0, rows, values.to(into_NHC.dtype))
+    into_NHC.flatten(0, 1).index_copy_(0, indices, values.to(into_NHC.dtype))
 
 
 def _blocks(
@@ -200,16 +203,20 @@ def _blocks(
 
     A query attends to consecutive keys. From one query to the next, neither the first nor the last key moves back.
     """
-    end_q = cu_seq_q.cpu().numpy().astype(np.int64)
-    end_k = cu_seq_k.cpu().numpy().astype(np.int64)
+    bounds_q = cu_seq_q.cpu().numpy().astype(np.int64)
+    bounds_k = cu_seq_k.cpu().numpy().astype(np.int64)
     # Pieces: at most `_BLOCK` queries of a run; the last query attends to the last key of the piece.
-    num_pieces = -(-np.diff(end_q) // _BLOCK)
+    num_pieces = -(-np.diff(bounds_q) // _BLOCK)
     run = np.arange(len(num_pieces)).repeat(num_pieces)
-    first = end_q[run] + _BLOCK * (np.arange(len(run)) - (num_pieces.cumsum() - num_pieces)[run])
-    end = np.minimum(first + _BLOCK, end_q[run + 1])
+    first = bounds_q[run] + _BLOCK * (np.arange(len(run)) - (num_pieces.cumsum() - num_pieces)[run])
+    end = np.minimum(first + _BLOCK, bounds_q[run + 1])
     # One past the last key that the last query of each piece sees, and that its first query sees.
-    seen_end, seen_end_of_first = (end_k[run + 1] - (end_q[run + 1] - 1 - query) * causal for query in (end - 1, first))
-    begin = end_k[run] if window is None else np.maximum(end_k[run], seen_end_of_first - window)
+    if causal:
+        seen_end = bounds_k[run + 1] - (bounds_q[run + 1] - end)
+        seen_end_of_first = bounds_k[run + 1] - (bounds_q[run + 1] - 1 - first)
+    else:
+        seen_end = seen_end_of_first = bounds_k[run + 1]
+    begin = bounds_k[run] if window is None else np.maximum(bounds_k[run], seen_end_of_first - window)
     pieces = np.stack([first, end - first, begin, seen_end - begin], 1)  # as `_joined` takes them
     is_whole = num_pieces[run] == 1  # shares no key with another piece
     whole = pieces[is_whole]
@@ -218,14 +225,15 @@ def _blocks(
     # A piece of a longer run is a block of its own; whole runs share blocks.
     for source, part in (
         *((pieces, part) for part in parts),
-        *((whole, part) for part in _similar(whole, _SCORES // heads)),
+        *((whole, part) for part in _similar(whole, _MAX_SCORES // heads)),
     ):
         block_pieces = torch.from_numpy(source[part]).to(cu_seq_q.device)
-        yield _joined(block_pieces, window, causal, (heads, int(end_q[-1])), (key_heads, int(end_k[-1])))
+        yield _joined(block_pieces, window, causal, (heads, int(bounds_q[-1])), (key_heads, int(bounds_k[-1])))
 
 
 def _similar(pieces: np.ndarray, max_pairs: int) -> Iterator[slice]:
-    """Divide pieces, sorted by decreasing number of queries, into blocks of at most ``max_pairs`` pairs."""
+    """Divide pieces, sorted by decreasing number of queries, into blocks of at most ``max_pairs`` pairs, and without
+    too much padding, see `_PADDED`."""
     start = pairs = max_keys = max_queries = 0
     for number, (queries, keys) in enumerate(pieces[:, 1::2].tolist()):
         new_max_keys = max(max_keys, keys)
@@ -251,17 +259,21 @@ def _joined(
         query_size: number of heads, and total number of queries.
         key_size: the same for keys.
     """
-    query, queries, key, keys = pieces.t().unsqueeze(-1)
-    n, m = (torch.arange(int(size.max()), device=pieces.device) for size in (queries, keys))
+    first_query, num_queries, first_key, num_keys = pieces.t().unsqueeze(-1)
+    n = torch.arange(int(num_queries.max()), device=pieces.device)
+    m = torch.arange(int(num_keys.max()), device=pieces.device)
     # One past the last key of each query, counted from the first key.
-    end = keys - queries + 1 + n.minimum(queries - 1) if causal else keys.expand(-1, len(n))
+    end = num_keys.expand(-1, len(n))
+    if causal:
+        end = num_keys - num_queries + 1 + n.minimum(num_queries - 1)
     mask = m < end.unsqueeze(-1)
     if window is not None:
         mask &= m >= end.unsqueeze(-1) - window
     if len(pieces) == 1:
-        first, count, first_key, count_keys = pieces[0].tolist()
-        return _Block(slice(first, first + count), slice(first_key, first_key + count_keys), mask)
-    return _Block(_tokens(query, queries, n, *query_size), _tokens(key, keys, m, *key_size), mask)
+        query, queries, key, keys = pieces[0].tolist()
+        return _Block(slice(query, query + queries), slice(key, key + keys), mask)
+    query_tokens = _tokens(first_query, num_queries, n, *query_size)
+    return _Block(query_tokens, _tokens(first_key, num_keys, m, *key_size), mask)
 
 
 def _attend_in_blocks(
@@ -276,7 +288,7 @@ def _attend_in_blocks(
         [N, H, C], and the log-sum-exp of the scores, FP32 or FP64 [H, N].
     """
     N, H, C = q_NHC.shape
-    out = q_NHC.new_empty(N, H, C)  # no room for padding: backward keeps it
+    out = q_NHC.new_empty(N, H, C)  # exactly N rows, because backward keeps it; `log_sum` has a row for padding
     log_sum = q_NHC.new_empty(N + 1, H, 1, dtype=torch.promote_types(q_NHC.dtype, torch.float32))
     for queries, keys, mask in _blocks(cu_seq_q, cu_seq_k, window, causal, H, k_MKC.shape[1]):
         forward = compat.cpu_attention if _has_cpu_kernel(q_NHC, mask) else plain_attention
@@ -333,8 +345,8 @@ def _block_attention_backward(
         block_grad_q, block_grad_k, block_grad_v = backward(grad, q, k, v, out, sums.squeeze(-1), mask)
         _write(block_grad_q, queries, grad_q)
         for block_grad, total in ((block_grad_k, grad_k), (block_grad_v, grad_v)):
-            is_piece = isinstance(keys, slice)  # other pieces of its run share keys with it, whole runs share none
-            _write(block_grad + _read(total, keys) if is_piece else block_grad, keys, total)
+            may_share_keys = isinstance(keys, slice)  # with other pieces of its run; whole runs share none
+            _write(block_grad + _read(total, keys) if may_share_keys else block_grad, keys, total)
     return grad_q[:N], grad_k[:M].to(k_MKC.dtype), grad_v[:M].to(v_MKC.dtype)
 
 
@@ -362,9 +374,10 @@ def plain_attention(q_PHNC: Tensor, k_PKMC: Tensor, v_PKMC: Tensor, mask_PNM: Te
     Returns:
         [P, H, N, C], and the log-sum-exp of the scores, [P, H, N].
     """
-    weights = _scores(_grouped(q_PHNC, k_PKMC), k_PKMC, mask_PNM)
-    max_score = weights.amax(-1, keepdim=True)
-    total = weights.sub_(max_score).exp_().sum(-1, keepdim=True)
+    scores = _scores(_grouped(q_PHNC, k_PKMC), k_PKMC, mask_PNM)
+    max_score = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(max_score).exp_()
+    total = weights.sum(-1, keepdim=True)
     out = weights.div_(total).to(v_PKMC.dtype) @ v_PKMC
     return out.view(q_PHNC.shape), total.log_().add_(max_score).view(q_PHNC.shape[:3])
 

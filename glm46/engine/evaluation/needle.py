@@ -66,7 +66,7 @@ _VALUES = (
 
 
 class Needle:
-    """A `Measure`, see the module. Its figures of a row are 1.0 for an exact match or else 0.0, the number of tokens of
+    """A `Measure`, see the module. The figures of a row are 1.0 for an exact match or else 0.0, the number of tokens of
     the answer, and the loss summed over them in nats."""
 
     width = 3
@@ -104,15 +104,15 @@ class Needle:
         ]
         self._require_room(min(lengths))
 
-    def _sentence(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _sentence(self, row_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens of the needle before its value, of the value, and of the rest of the line."""
-        rng = random.Random(f"{self._seed} {key}")
+        rng = random.Random(f"{self._seed} {row_key}")
         name = rng.choice(_KEYS)
         value = " ".join(rng.sample(_VALUES, 2))
         # Encoded separately, so that the value has the same tokens in the needle and after the question.
         parts = (f"\nThe secret words of {name} are", f" {value}", ".\n")
-        before, words, after = (self._tokenizer.encode(part).astype(np.int64) for part in parts)
-        return before, words, after
+        lead, answer, rest = (self._tokenizer.encode(part).astype(np.int64) for part in parts)
+        return lead, answer, rest
 
     def _require_room(self, shortest: int) -> None:
         sentences = [self._sentence(row.key) for row in self.rows]
@@ -120,7 +120,7 @@ class Needle:
         if needed > shortest:
             raise UserError(
                 f"needle: a length of {shortest}: the needle and its question take {needed} tokens of this tokenizer; "
-                f"take lengths of at least {2 * needed}"
+                f"take lengths of at least {2 * needed}"  # half of a row is haystack then
             )
 
     def _row(self, key: str, length: int, depth: float) -> Batch:

@@ -36,7 +36,7 @@ def bucket_edges(length: int) -> list[int]:
 
 
 class Position:
-    """A `Measure`, see the module. Its figures of a row are the mean losses of the buckets in nats per token."""
+    """A `Measure`, see the module. The figures of a row are the mean losses of the buckets in nats per token."""
 
     def __init__(self, manifests: Mapping[str, Manifest], *, lengths: Sequence[int], samples: int, seed: int):
         """Choose the documents. Raises UserError if no held-out document of any source is long enough.
@@ -60,12 +60,12 @@ class Position:
             )
         starts = {name: (ends[name] - sizes[name])[sizes[name] > length] for name in streams}
         candidates = [(name, start) for name, values in starts.items() for start in values.tolist()]
-        order = permute(np.arange(min(samples, len(candidates))), len(candidates), f"position {seed}")
+        chosen = permute(np.arange(min(samples, len(candidates))), len(candidates), f"position {seed}")
         self._edges = bucket_edges(length)
         self.width = len(self._edges) - 1
         self.rows = [
             Row(f"position/{length}/{name}/{start}", length, partial(self._row, streams[name], start, length))
-            for name, start in (candidates[i] for i in order.tolist())
+            for name, start in (candidates[i] for i in chosen.tolist())
         ]
 
     def _row(self, stream: TokenStream, start: int, length: int) -> Batch:

@@ -47,7 +47,7 @@ class Results:
 
         Args:
             file: JSON file; None to store nothing.
-            identity: everything that, with its key, determines the figures of a row: model, text, seed.
+            identity: everything besides its key that determines the figures of a row: model, text, seed.
 
         Raises:
             UserError: the file has results of another evaluation, or cannot be read as results.
@@ -60,9 +60,11 @@ class Results:
             return
         try:
             content = json.loads(file.read_bytes())
-            saved_identity = content["identity"]
-            self.figures = content["rows"]
-        except (ValueError, TypeError, KeyError) as error:
+            saved_identity = dict(content["identity"])
+            self.figures = {key: [*map(float, figures)] for key, figures in content["rows"].items()}
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}; give another --output folder") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{file}: not results of an evaluation; remove it, or give another --output") from error
         if changed := [name for name in identity if saved_identity.get(name) != identity[name]]:
             raise UserError(
@@ -71,16 +73,16 @@ class Results:
 
     def share(self) -> None:
         """Send the finished rows of rank 0 to all ranks. Collective."""
-        objects = [self.figures]
-        dist.broadcast_object_list(objects, src=0)
-        (self.figures,) = objects
+        received = [self.figures]  # filled in place
+        dist.broadcast_object_list(received, src=0)
+        (self.figures,) = received
 
     def missing(self, measure: Measure) -> list[Row]:
         """Return the rows of a measure that are not finished."""
         return [row for row in measure.rows if row.key not in self.figures]
 
     def add(self, key: str, figures: list[float]) -> None:
-        """Add a finished row. The file is saved at most every few seconds."""
+        """Add a finished row. The file is saved at most every few seconds. Raises UserError like `save`."""
         self.figures[key] = figures
         if time.monotonic() - self._saved_at > _SECONDS_BETWEEN_SAVES:
             self.save({})
@@ -123,6 +125,7 @@ def measure_rows(
         scores = (score or _score)(loaded.model, mesh, batch, document_mask)
         if scores is not None and mesh.is_source:
             figures = row_figures(measure, batch, *(values[:, : rows[0].length] for values in scores))
+            # The last figures may be of rows that only fill up the share.
             for place, row_values in zip(places, figures, strict=False):
                 totals[place] = torch.tensor(row_values, dtype=torch.float64)
         if mesh.layout.world_size > 1:
@@ -135,7 +138,10 @@ def measure_rows(
 
 def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor] | None:
     output = run_rows(model, mesh, batch, document_mask, token_logprobs)
-    return None if output is None else (cast(Tensor, output.logprobs), output.predictions[0])
+    if output is None:
+        return None
+    predictions_of_head = output.predictions[0]  # the others are those of the prediction layers
+    return cast(Tensor, output.logprobs), predictions_of_head
 
 
 def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm) -> LossSums | None:
@@ -148,8 +154,8 @@ def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: b
     if model.mtp and "mtp_labels" in padded_batch:
         names += ["mtp_input_ids", "mtp_labels"]
     inputs = {name: padded_batch[name].to(weight.device) for name in names}
-    # Rows with one document use the causal kernel, without a mask; padding is at their end.
-    if document_mask and ids.any():
+    # Rows with one document use the causal kernel, without a mask; padding, -1, is at their end.
+    if document_mask and (ids > 0).any():
         inputs["document_ids"] = ids.to(weight.device)
     if mesh.stage > 0:
         rows, length = inputs.pop("input_ids").shape

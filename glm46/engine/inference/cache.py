@@ -30,7 +30,8 @@ _LEAST_SLOTS = 32
 
 
 class Slots:
-    """Slots of the tokens of one call, which belong to the first rows, and their attention mask; shared by all layers.
+    """Places in the cache of the tokens of one call, the same number for each of the first rows, and their attention
+    mask; shared by all layers.
 
     Args:
         starts: position of each row's first token.
@@ -46,7 +47,7 @@ class Slots:
     ):
         self.rows = len(starts)
         self.length = length
-        # all positions of the call: [first, last)
+        # All positions of the call are in [first, last).
         self.first = min(starts)
         self.last = max(starts) + length
         self.is_even = self.first == max(starts)
@@ -69,7 +70,6 @@ class Slots:
         if sliding_window is not None:
             is_seen &= distance < sliding_window
         self._is_seen = is_seen.unsqueeze(1)
-        self._mask = None
 
     def mask(self, groups: int, dtype: torch.dtype) -> Tensor:
         """Return the mask to add to the scores, zero or -inf, [rows, 1, length * groups, slots]: each token has
@@ -142,7 +142,7 @@ class CachedCore:
 
     def take_weights(self) -> None:
         """Drop everything that was derived from the weights."""
-        self._to_heads: Tensor | None = None
+        self._kv_weight_by_head: Tensor | None = None
 
     def __call__(
         self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor | Expand, layout: AttentionLayout | None
@@ -151,6 +151,7 @@ class CachedCore:
         tokens = self.place.positions.numel()
         if isinstance(self.place, Nothing):
             return torch.zeros_like(q_BSHC)
+        # Latent attention passes its rows as keys, and a function as values.
         new = (k_BSKC,) if callable(v_BSKC) else (k_BSKC, v_BSKC)
         out_BSHC = self._attend(q_BSHC[:, :tokens], [x[:, :tokens] for x in new], layout)
         padding = q_BSHC.shape[1] - tokens
@@ -188,15 +189,17 @@ class CachedCore:
         if not isinstance(self.attention, LatentAttention):
             keys, values = cached
             return _few(q_RSHC, keys, values, place).reshape(q_BSHC.shape)
-        if self._to_heads is None:
-            self._to_heads = _by_head(self.attention)
+        if self._kv_weight_by_head is None:
+            self._kv_weight_by_head = _by_head(self.attention)
         # The weights of keys are multiplied with the queries, and the weights of values with the result, instead of
         # with all cached latents: attention of many queries to one key.
-        part, (rows,), rank = self.attention.key_part, cached, self.attention.rank
-        q_BSHL = torch.einsum("bshn,hnl->bshl", q_RSHC[..., :part], self._to_heads[:, :part])
+        part = self.attention.key_part
+        rank = self.attention.rank
+        (latents,) = cached
+        q_BSHL = torch.einsum("bshn,hnl->bshl", q_RSHC[..., :part], self._kv_weight_by_head[:, :part])
         q = torch.cat([q_BSHL, q_RSHC[..., part:]], dim=-1)
-        out_BSHL = _few(q, rows, rows[..., :rank], place, scale=self.attention.head_dim**-0.5)
-        return torch.einsum("bshl,hcl->bshc", out_BSHL, self._to_heads[:, part:]).reshape(q_BSHC.shape)
+        out_BSHL = _few(q, latents, latents[..., :rank], place, scale=self.attention.head_dim**-0.5)
+        return torch.einsum("bshl,hcl->bshc", out_BSHL, self._kv_weight_by_head[:, part:]).reshape(q_BSHC.shape)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first slots of rows to other rows. All sources are read first, so targets may be sources."""
@@ -229,8 +232,10 @@ def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: floa
 
 
 def _by_head(attention: LatentAttention) -> Tensor:
-    """Return the weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
-    if "product" in vars(attention.kv_b_proj):  # a replaced product: its results for unit vectors are the weight
+    """Return the weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values. Shape
+    letters as in `compute/model/latent_attention.py`."""
+    # An adapter or a quantised weight has replaced the product: its results for unit vectors are the weight.
+    if "product" in vars(attention.kv_b_proj):
         like = attention.o_proj.weight
         weight = attention.kv_b_proj(torch.eye(attention.rank, dtype=like.dtype, device=like.device)).t()
     else:

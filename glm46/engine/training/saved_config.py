@@ -108,8 +108,8 @@ def _shown(value: object) -> str:
 
 
 def explain_load_faults(faults: Sequence[str], config: RunConfig, folder: Path) -> list[str]:
-    """Return the changed keys that explain why a step folder cannot be loaded, with a remedy. Without such keys, return
-    the first few faults."""
+    """Return the changed keys that explain why a step folder cannot be loaded, with a remedy. Without such keys, and
+    for initial weights, where patterns exclude tensors by name, return the first few faults too."""
     text = "\n".join(faults)
     # Keys of these tables explain only faults of the tensors whose names hold this text; other keys explain any fault.
     tensors_of_table = {"optimizer": "optimizer.", "moe": "balance."}
@@ -123,10 +123,10 @@ def explain_load_faults(faults: Sequence[str], config: RunConfig, folder: Path) 
         rest = "" if config.adapter else ", with checkpoint.initial_load_path to load what matches"
         remedy = f"restore it, or begin anew with another job.dump_folder{rest}"
     causes = [f"{line}; {remedy}" for line in differences(tuple(keys), config, folder)]
-    if causes:
+    if causes and folder != config.checkpoint.initial_load_folder:
         return causes
     more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
     if folder == config.checkpoint.load_folder:
         key = f"checkpoint.load_path = {config.checkpoint.load_path!r}"
         faults = [f"{key}: {fault}; restore the folder, or give another one" for fault in faults]
-    return [*faults[:_FAULTS_SHOWN], *more]
+    return [*causes, *faults[:_FAULTS_SHOWN], *more]

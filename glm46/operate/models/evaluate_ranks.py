@@ -221,7 +221,7 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     ``keeps`` no file is read or written."""
     folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
     names = " + ".join(str(folder.absolute()) for folder in folders)
-    identity |= {"model": f"{names} {digest(files_of(folders))}", "seed": _SEED}
+    identity |= {"model": f"{names} {digest(files_of(folders, (RESULTS, PICTURE)))}", "seed": _SEED}
     if arguments.output is None or not keeps:
         return Results(None, identity)
     try:

@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -95,10 +95,15 @@ def mesh_of(arguments: argparse.Namespace, shape: ModelShape, device_type: str) 
     return build_model_mesh(generation_layout(degrees_of(arguments, shape, size), size), rank, device_type)
 
 
-def files_of(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return name, size in bytes and modification time of each file in the folders."""
-    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
-    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
+def files_of(folders: Sequence[Path], ignored: Collection[str]) -> list[tuple[str, int, int]]:
+    """Return name, size in bytes and modification time of each file in the folders, not of folders inside them.
+
+    Args:
+        ignored: names of files that are left out, such as results of an evaluation of the model.
+    """
+    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.name not in ignored]
+    files = [(path, path.stat()) for path in paths if path.is_file()]
+    return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in files]
 
 
 def digest(content: object) -> str:

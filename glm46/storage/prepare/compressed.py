@@ -16,7 +16,7 @@ _NAMES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lzma": 
 COMPRESSED_SUFFIXES = tuple(_NAMES)
 
 _INPUT_BYTES = 4096
-"""Bytes read at a time: a byte can expand to 32 KB of text."""
+"""Compressed bytes of one call of a decoder: each can expand to 32 KB, so a chunk has at most 128 MB."""
 _ZSTD_WINDOW_BYTES = 2**31
 """Largest window, as with ``zstd --long=31``. The program and other readers stop at 128 MiB by default."""
 
@@ -36,7 +36,7 @@ def opened(file: Path) -> Iterator[io.BufferedReader]:
     """Open a file as a stream of bytes, decompressed according to its ending.
 
     Raises:
-        UserError: the file cannot be decompressed. It is raised when the stream is read.
+        UserError: the file cannot be decompressed; raised inside the context, by the read that meets the damage.
     """
     with file.open("rb") as raw:
         if not is_compressed(file):
@@ -133,5 +133,5 @@ def _new_decoder(suffix: str) -> tuple[Any, type[Exception]]:
         return decoder.decompressobj(), zstandard.ZstdError
     if suffix == ".gz":
         return zlib.decompressobj(zlib.MAX_WBITS | 16), zlib.error
-    # bz2 raises a plain OSError, which would look like an error of the disk outside the decoder.
+    # bz2 raises a plain OSError. It is caught at the decoder; further out it would look like an error of the disk.
     return (bz2.BZ2Decompressor(), OSError) if suffix == ".bz2" else (lzma.LZMADecompressor(), lzma.LZMAError)

@@ -1,5 +1,5 @@
 """Policy losses per token, before any reduction, and weights that correct for the mismatch between inference engine and
-trainer: TIS, IcePop and MIS are choices of one function."""
+trainer. `correction_weights` covers TIS (mode "truncate"), IcePop ("mask") and MIS (`reject_level`)."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -10,7 +10,8 @@ from torch import Tensor
 from glm46.config.rl import ResolvedCorrection
 
 LARGEST_LOG_RATIO = 20.0
-"""Bound of log-ratios: its exp is far outside of every clip, and finite in FP32. Beyond it a ratio has no gradient."""
+"""Bound of log-ratios: its exp is far outside of every clip, and finite in FP32. Beyond it `token_ratio` has no
+gradient, and `sequence_ratio` keeps the gradient of the bound."""
 
 
 class TokenLosses(NamedTuple):
@@ -51,7 +52,13 @@ def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
 def sum_over_samples(
     values: Tensor, sample: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
-    """Give each token the sum over its sample, 0 outside of samples. Arguments as in `sequence_ratio`."""
+    """Give each token the sum over its sample, 0 outside of samples.
+
+    Args:
+        values, sample, samples: as in `sum_by_sample`; values outside of samples do not count.
+        sum_parts: function that adds up the sums, [samples], of the ranks that hold parts of the same samples;
+            collective then.
+    """
     sums = sum_parts(sum_by_sample(values.where(sample >= 0, 0.0), sample, samples))
     return sums[sample.clamp(min=0)].where(sample >= 0, 0.0)
 
@@ -80,7 +87,7 @@ def sequence_ratio(
         sample: int64 of this shape: number of each token's sample, negative outside of samples.
         sample_tokens: floating, of this shape: number of tokens of each token's sample; 0 outside of samples.
         samples: numbers in ``sample`` are below this.
-        sum_parts: sums [samples] over the ranks that hold parts of the same samples; collective then.
+        sum_parts: see `sum_over_samples`.
     """
     sums = sum_over_samples((logprobs - old_logprobs).detach(), sample, samples, sum_parts)
     mean = sums / sample_tokens.clamp(min=1)
@@ -119,13 +126,13 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return TokenLosses(torch.maximum(plain, bounded) / 2, bounded > plain)
 
 
-SumOverSamples = Callable[[Tensor], Tensor]
+SampleSum = Callable[[Tensor], Tensor]
 """Gives each token the sum of the values over its sample. Collective if a sample lies on several ranks."""
 
 
 def correction_weights(
     log_ratio: Tensor,
-    sum_over_sample: SumOverSamples,
+    sample_sum: SampleSum,
     config: ResolvedCorrection,
 ) -> Tensor:
     """Compute the factor of each token's policy loss that corrects the mismatch of engine and trainer.
@@ -133,30 +140,31 @@ def correction_weights(
     Args:
         log_ratio: floating, of any shape: old log-probability in the trainer minus the one in the rollout; 0 outside
             of samples.
-        sum_over_sample: gives each token the sum over its sample.
+        sample_sum: gives each token the sum over its sample.
 
     Returns:
         Weights in the shape of ``log_ratio``; undefined outside of samples.
     """
     weights = torch.ones_like(log_ratio)
     if config.level != "none":
-        weights = _ratio_at_level(log_ratio, sum_over_sample, config.level)
+        weights = _ratio_at_level(log_ratio, sample_sum, config.level)
         low = 1 / config.high if config.low is None else config.low
         if config.mode == "mask":
             weights = _inside(weights, weights, low, config.high)
+        # No effect after "mask", whose weights are inside already.
         weights = weights.clamp(low if config.mode == "clip" else None, config.high)
     if config.reject_level != "none":
-        ratio = _ratio_at_level(log_ratio, sum_over_sample, config.reject_level)
+        ratio = _ratio_at_level(log_ratio, sample_sum, config.reject_level)
         low = 1 / config.reject_high if config.reject_low is None else config.reject_low
         weights = _inside(weights, ratio, low, config.reject_high)
     return weights
 
 
-def _ratio_at_level(log_ratio: Tensor, sum_over_sample: SumOverSamples, level: str) -> Tensor:
+def _ratio_at_level(log_ratio: Tensor, sample_sum: SampleSum, level: str) -> Tensor:
     """Compute exp of each token's log-ratio, or of its sum or mean over the sample, with exponents of at most 20."""
     if level != "token":
-        log_ratio = sum_over_sample(log_ratio) / (
-            sum_over_sample(torch.ones_like(log_ratio)).clamp(min=1) if level == "geometric" else 1
+        log_ratio = sample_sum(log_ratio) / (
+            sample_sum(torch.ones_like(log_ratio)).clamp(min=1) if level == "geometric" else 1
         )
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 

@@ -78,13 +78,20 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             prefix = f'{key}, adapter.base_dtype = "{base_dtype}"' if base_dtype else key
             raise UserError(*(f"{prefix}: {fault}" for fault in error.faults)) from error
         return
+    _refuse_step_folder(config, keys, path)
+    if is_start and not config.checkpoint.initial_load_exclude:
+        check_tokenizer(path, config.model.tokenizer_path)
+
+
+def _refuse_step_folder(config: RunConfig, keys: str, path: Path) -> None:
+    """Raise UserError if weights cannot be read from a step folder; arguments as in `_refuse_weights`."""
+    key = f"{keys}_path = {str(path)!r}"
+    is_start = keys == "checkpoint.initial_load"
     if not real_path(path).name.removeprefix("step-").isdigit():
         switch = f", or set {keys}_in_hf = true for a Hugging Face one" if is_start else ""
         raise UserError(f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100{switch}")
     is_reference = not is_start
     saved = None if is_start and config.checkpoint.initial_load_exclude else saved_run(path)
-    if is_start and not config.checkpoint.initial_load_exclude:
-        check_tokenizer(path, config.model.tokenizer_path)
     if saved is not None:
         if saved.adapter is not None:
             raise UserError(

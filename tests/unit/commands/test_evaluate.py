@@ -251,9 +251,25 @@ def test_a_folder_without_text_and_foreign_results_are_refused(trained, source_f
     assert main([*command, "--dtype", "bfloat16"]) == 2
     said = capsys.readouterr().err
     assert "evaluation.json" in said and "dtype" in said and "--output" in said
-    (tmp_path / "evaluation.json").write_text("{")
-    assert main(command) == 2
-    assert "not results" in capsys.readouterr().err
+    for content in (
+        "{",
+        '{"identity": 3, "rows": {}}',
+        '{"identity": {}, "rows": 5}',
+        '{"identity": {}, "rows": {"a": 5}}',
+    ):
+        (tmp_path / "evaluation.json").write_text(content)
+        assert main(command) == 2
+        assert "not results" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_results_in_the_folder_of_the_model_are_extended(trained, source_folder, tmp_path, monkeypatch):
+    folder = shutil.copytree(next(trained.rglob("config.json")).parent, tmp_path / "model")
+    command = ["evaluate", "--model", str(folder), *OPTIONS, "--tasks", "needle", "--data", str(source_folder)]
+    assert main([*command, "--output", str(folder)]) == 0
+    keys = count_rows(monkeypatch)
+    assert main([*command, "--output", str(folder)]) == 0
+    assert not keys
 
 
 def test_text_of_another_tokenizer_and_without_held_out_documents_is_refused(trained, source_folder, tmp_path, capsys):
