@@ -181,8 +181,8 @@ def load_tokenizer(path: str, flavor: str = "") -> Tokenizer:
     if not file.is_file():
         raise UserError(
             f"tokenizer '{path}': {'' if str(file) == path else f'{file}: '}no such file; give the model's own "
-            "tokenizer.json (on the hub that of zai-org/GLM-4.5-Air, for example), or for a new model 'builtin' or a "
-            ".tiktoken file"
+            "tokenizer.json by model.tokenizer_path or --tokenizer (on the hub that of zai-org/GLM-4.5-Air, for "
+            "example), or for a new model 'builtin' or a .tiktoken file"
         )
     if file.suffix != ".json":
         ranks = read_rank_file(file)

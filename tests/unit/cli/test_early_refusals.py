@@ -40,7 +40,7 @@ def check_refusal(words: list[str | Path], *parts: str) -> None:
 
 @pytest.mark.parametrize(("keys", "part"), [
     ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere': no such folder"),
-    ({"model": {"tokenizer_path": "nowhere"}}, "tokenizer 'nowhere': nowhere: no such file"),
+    ({"model": {"tokenizer_path": "nowhere"}}, "tokenizer 'nowhere': no such file"),
     ({"model": {"vocab_size": 300}}, "model.shape.vocab_size = 300: the tokenizer 'builtin' has ids up to 8191"),
     ({"job": {"dump_folder": "file"}}, "file is a file, not a folder; set another folder"),
     ({"job": {"dump_folder": "file/run"}}, "file is a file, not a folder; set another folder"),

@@ -41,5 +41,5 @@ def test_short_runs_are_computed_together_with_little_padding():
     assert max(block.mask.numel() for block in of_many) * 96 <= 2**18
     assert sum(block.mask.numel() for block in blocks) <= 1.25 * int((queries * keys).sum())
     for index, total in ((0, 4 * int(queries.sum())), (1, 2 * int(keys.sum()))):
-        rows = torch.cat([block[index].rows for block in blocks])
+        rows = torch.cat([block[index].indices for block in blocks])
         assert torch.equal(rows[rows < total].sort().values, torch.arange(total))
