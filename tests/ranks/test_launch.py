@@ -132,7 +132,7 @@ def test_a_failing_rank_ends_the_run_with_its_traceback(make_config, start, tmp_
     output = end(process)  # the other rank is ended, it does not wait for its timeout
     assert process.returncode not in (0, 2), output
     assert "RuntimeError: injected into rank 1" in output and "in injected_fault" in output
-    assert "rank 1" in output.splitlines()[-1], output[-3000:]
+    assert "rank 1" in output.splitlines()[-2] and "begins anew" in output.splitlines()[-1], output[-3000:]
 
 
 def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start, tmp_path):

@@ -66,7 +66,8 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
         if number < max_restarts:
             print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
     beginning = f"error: no restart is left of {max_restarts}; the" if max_restarts else "The"
-    print(f"{beginning} same command goes on from {where}.", file=sys.stderr)
+    continuation = f"goes on from {where}" if newest else "begins anew: there is no checkpoint"
+    print(f"{beginning} same command {continuation}.", file=sys.stderr)
     return end
 
 

@@ -376,9 +376,9 @@ def test_failed_starts_are_repeated_while_new_checkpoints_appear(ends, max_resta
     said = capsys.readouterr().err
     assert (end.code, len(started)) == (expected, starts)
     if not max_restarts:
-        place = "the checkpoint of step 10" if ends[-1][1] else "step 0, there is no checkpoint"
+        end_of_line = "goes on from the checkpoint of step 10" if ends[-1][1] else "begins anew: there is no checkpoint"
         is_last = ends[-1][0] > 0
-        assert (f"The same command goes on from {place}." in said) == is_last
+        assert (f"The same command {end_of_line}." in said) == is_last
     assert said.count("\nrestart") + said.startswith("restart") == starts - 1
     assert ("giving up after 3 starts in a row" in said and "rank 1 was ended by SIGKILL. The" in said) == (
         ends[-3:-2] + ends[-1:] in ([(1, 10), (76, 10)], [(1, 0), (1, 0)], [(75, 10), (75, 10)])
