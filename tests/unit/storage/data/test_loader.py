@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from glm46.config.errors import UserError
 from glm46.storage.data.loader import BatchLayout, TrainSource, build_train_loader, build_validation_loader
 from glm46.storage.data.manifest import load_manifest
+from glm46.storage.data.packing import full_rows
 
 EOS = 8156
 LAST_START = 200
@@ -200,3 +201,11 @@ def test_a_source_shorter_than_a_row_is_refused(make_source, counting_documents,
     short = [TrainSource("x", load_manifest(make_source(tmp_path / "x", counting_documents([5]))), 1.0)]
     with pytest.raises(UserError, match="fewer than one row .*training.seq_len"):
         build_train_loader(short, BatchLayout(32, 1, 1, 0, 1, False), seed=0, start_sample=0)
+
+
+@pytest.mark.parametrize("mtp_depth", [0, 1, 3])
+def test_full_rows_are_as_many_as_have_all_targets(mtp_depth):
+    for tokens in range(30):
+        rows = full_rows(tokens, 4, mtp_depth)
+        fitting = [count for count in range(1, 9) if 4 * count + 1 + mtp_depth <= tokens]
+        assert rows == max(fitting, default=0)
