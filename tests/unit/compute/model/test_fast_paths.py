@@ -142,3 +142,13 @@ def test_the_router_product_of_bf16_is_fp32():
     # rounded to BF16 alone would change one of three.
     for part, exact in zip(got[1:], want[1:], strict=True):
         assert (part == exact.bfloat16()).float().mean() > 0.97
+
+
+def test_a_norm_in_bf16_rounds_before_the_weight():
+    norm = RMSNorm(48, 1e-5).bfloat16()
+    torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    x = torch.randn(64, 48).bfloat16()
+    normalised = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    expected = normalised.bfloat16() * norm.weight
+    # FP32 may round a few values to the other neighbour; the other order would change one of three.
+    assert (norm(x) == expected).float().mean() > 0.97

@@ -179,3 +179,10 @@ def test_saves_go_through_a_node_local_folder(make_config, tmp_path):
     assert (folder / "step-000003" / "manifest.json").is_file()
     assert list((tmp_path / "local").glob("step-*")) == []  # gathered, and removed
     assert train(make_config(training={"steps": 4}, checkpoint={"node_local_folder": str(tmp_path / "local")})) == 0
+
+
+@pytest.mark.parametrize(("good_steps", "is_found"), [(4, False), (5, True)])
+def test_detection_starts_after_half_of_the_window(good_steps, is_found):
+    detector = SpikeDetector(6.0, 10)
+    assert not any(detector.check(1.0, 1.0) for _ in range(good_steps))
+    assert (detector.check(9.0, 1.0) is not None) == is_found
