@@ -93,7 +93,7 @@ class Magnitudes:
 
 
 def _adapted_weights(name: str, module: nn.Module) -> Iterator[_AdaptedWeight]:
-    """Yield the weights of a module that have magnitudes: that of a linear layer, or those of experts."""
+    """Yield the weights of a module that have magnitudes: the weight of a linear layer, or both weights of experts."""
     for key, prefix in (("weight", ""), ("gate_up", "gate_up_"), ("down", "down_")):
         if hasattr(module, f"{prefix}magnitude"):
             yield _AdaptedWeight(

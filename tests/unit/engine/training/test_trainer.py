@@ -611,16 +611,21 @@ def test_a_run_whose_folder_is_deleted_or_renamed_saves_its_step_and_ends(make_c
     assert published_steps(config.checkpoint_folder)[-1] == 8 and (folder / "config.toml").exists()
 
 
-def test_a_step_that_was_saved_into_a_deleted_folder_is_saved_again(make_config, monkeypatch):
-    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4})
+def delete_after_step_2(monkeypatch, config) -> None:
+    """Delete the dump folder when the second step has been saved."""
     after_step = Saver.after_step
 
-    def delete_after_step(saver, progress, validation):
+    def delete_folder(saver, progress, validation):
         after_step(saver, progress, validation)
         if progress.step == 2:
             shutil.rmtree(config.job.dump_folder)
 
-    monkeypatch.setattr(Saver, "after_step", delete_after_step)
+    monkeypatch.setattr(Saver, "after_step", delete_folder)
+
+
+def test_a_step_that_was_saved_into_a_deleted_folder_is_saved_again(make_config, monkeypatch):
+    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4})
+    delete_after_step_2(monkeypatch, config)
     with pytest.raises(FolderLost):
         train(config)
     assert published_steps(config.checkpoint_folder) == [2]
@@ -659,14 +664,7 @@ def test_a_rollback_may_read_its_checkpoint_for_longer_than_a_hang(make_config, 
 
 def test_the_last_save_of_a_lost_folder_may_take_longer_than_a_hang(make_config, monkeypatch):
     config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4})
-    after_step = Saver.after_step
-
-    def delete_after_step(saver, progress, validation):
-        after_step(saver, progress, validation)
-        if progress.step == 2:
-            shutil.rmtree(config.job.dump_folder)
-
-    monkeypatch.setattr(Saver, "after_step", delete_after_step)
+    delete_after_step_2(monkeypatch, config)
     watched = record_watching(monkeypatch, Saver, "finish")
     with pytest.raises(FolderLost):
         train(config)
