@@ -119,6 +119,11 @@ EVERY = {
 """By name of a file and test: of its rows, the first and each n-th after it run in the first tier; 0: none."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flag of `tests/golden.py`."""
+    parser.addoption("--update-golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the rows of the second tier, and all rows of a test but its first one."""

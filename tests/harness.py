@@ -110,7 +110,7 @@ def _server() -> ForkServer:
             "glm46.storage.prepare.pipeline",
             "glm46.operate.launch.train_rank",
             "glm46.tasks.pretrain.task",
-            "tests.small_run",
+            "tests.builders",
         )
     return _Session.server
 

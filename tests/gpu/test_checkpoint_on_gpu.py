@@ -10,7 +10,7 @@ from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.background import Staging
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.data.tokenizer import load_tokenizer
-from tests.small_run import small_config, write_source
+from tests.builders import small_config, write_source
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.builders import make_config, source_folder, tokenizer
 from tests.harness import Cases, session
-from tests.small_run import make_config, source_folder, tokenizer
 
 __all__ = ["make_config", "source_folder", "tokenizer"]
 

@@ -49,7 +49,7 @@ from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
 from glm46.tasks.pretrain.next_token import NextToken, count_targets, next_token_loss
 from glm46.tasks.weights.weight_folders import ModelFiles
-from tests.small_run import model_table, with_shape
+from tests.builders import model_table, with_shape
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.
 SHAPE = {

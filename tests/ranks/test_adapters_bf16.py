@@ -13,6 +13,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import build_frozen_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
+from tests.builders import with_shape
 from tests.harness import start
 from tests.ranks.sharded_layouts import (
     Job,
@@ -25,7 +26,6 @@ from tests.ranks.sharded_layouts import (
     whole,
 )
 from tests.ranks.test_traffic import Traffic
-from tests.small_run import with_shape
 
 LAYOUTS = {
     f"{kind}-{name}": layout._replace(adapter=kind)

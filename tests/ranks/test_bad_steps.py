@@ -10,8 +10,8 @@ from glm46.engine.training import loop
 from glm46.engine.training import network as network_module
 from glm46.operate.launch.train_rank import train
 from glm46.tasks.pretrain import next_token, task
+from tests.builders import small_config
 from tests.harness import Ranks, call, in_halves, this_rank
-from tests.small_run import small_config
 
 LAYOUTS = {"shards": {}, "copies": {"data_parallel_replicate_degree": 2}}
 SITES = ("gradient", "gradient shard", "activation", "router", "loss")

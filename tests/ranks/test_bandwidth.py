@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from glm46.engine.observe.exporter import Exporter
 from glm46.engine.observe.history import read_history
 from glm46.operate.launch.train_rank import train
+from tests.builders import small_config
 from tests.harness import run_ranks
-from tests.small_run import small_config
 
 LAYOUTS = {
     "replicas": {"data_parallel_replicate_degree": 2},

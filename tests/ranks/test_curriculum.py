@@ -8,9 +8,9 @@ import pytest
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
 from glm46.run.schedule import learning_rate_factor
+from tests.builders import TINY, model_table, write_source
 from tests.harness import start
 from tests.ranks.forked_launch import launch
-from tests.small_run import TINY, model_table, write_source
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 STEPS = {1: 2, 2: 2, 3: 8}

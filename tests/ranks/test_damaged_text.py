@@ -11,10 +11,10 @@ from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.shards import BLOCK_BYTES
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.data.verified import VerifiedShard
+from tests.builders import small_config, write_source
 from tests.harness import call, in_halves
 from tests.processes import is_alive, wait_until
 from tests.ranks.forked_launch import fork_launch
-from tests.small_run import small_config, write_source
 
 SOUND_STEPS = 3
 CASES = [

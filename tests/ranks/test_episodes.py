@@ -20,8 +20,8 @@ from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.rl.journal import read_rollout
 from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout.local import LocalEngine
+from tests.builders import TINY, small_config
 from tests.harness import Ranks, call
-from tests.small_run import TINY, small_config
 from tests.step_tensors import tensor_hashes
 
 STEPS, _FATAL = 4, 2

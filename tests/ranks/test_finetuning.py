@@ -13,9 +13,9 @@ import torch
 
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.prepare.pipeline import prepare_text
+from tests.builders import small_config
 from tests.harness import Ranks, call, in_halves
 from tests.ranks.forked_launch import train_and_exit
-from tests.small_run import small_config
 from tests.step_tensors import step_tensors
 
 LAYOUTS = {

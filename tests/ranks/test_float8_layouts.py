@@ -29,6 +29,7 @@ from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.run.parameters import find_parameter
 from glm46.run.plan import resolve_plan
+from tests.builders import with_shape
 from tests.harness import differences
 from tests.ranks.sharded_layouts import (
     LAYOUTS_AT_ONCE,
@@ -47,7 +48,6 @@ from tests.ranks.sharded_layouts import (
     squares,
 )
 from tests.ranks.test_sharded_layouts import SPLIT_BACKWARD
-from tests.small_run import with_shape
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 

@@ -21,10 +21,10 @@ from glm46.engine.training import loop
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint import save
 from glm46.tasks.pretrain.data_stream import DataStream
+from tests.builders import small_config
 from tests.harness import Ranks, call, start, this_rank
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 from tests.ranks.forked_launch import train_and_exit
-from tests.small_run import small_config
 
 HANGS = {
     "asleep": lambda: time.sleep(1000),

@@ -26,8 +26,8 @@ from glm46.config.run_config import RunConfig
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.names import HFNames
 from glm46.tasks.weights.write_model import write_model
+from tests.builders import model_table, small_config, write_source
 from tests.processes import HANG_SECONDS, MARK, free_port, left_behind, wait_until
-from tests.small_run import model_table, small_config, write_source
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

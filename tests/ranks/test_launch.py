@@ -15,11 +15,11 @@ import pytest
 from glm46.config.loader import dump_config
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.integrity import published_steps
+from tests.builders import small_config
 from tests.harness import Program
 from tests.harness import start as start_program
 from tests.processes import children_of, free_port, is_alive, is_rank, wait_until
 from tests.ranks.forked_launch import EXIT_SECONDS, launch
-from tests.small_run import small_config
 
 ROOT = Path(__file__).parents[2]
 RESUMED = r"resumed after step (\d+)\D"

@@ -52,11 +52,11 @@ from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from glm46.storage.chats.pairs import BEGIN
 from glm46.tasks.finetune.halves import split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
+from tests.builders import model_table
 from tests.fork_server import ROOT
 from tests.harness import call
 from tests.processes import HANG_SECONDS
 from tests.ranks.sharded_layouts import Job, build_job, schedule_here
-from tests.small_run import model_table
 
 SHAPE = {
     "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 240, "vocab_size": 516, "intermediate_size": 100,

@@ -33,6 +33,7 @@ from glm46.tasks.finetune.halves import HALF, split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
 from glm46.tasks.rl.engines import last_values
 from glm46.tasks.weights.weight_folders import ModelFiles
+from tests.builders import with_shape
 from tests.harness import differences
 from tests.ranks.sharded_layouts import (
     ROWS,
@@ -51,7 +52,6 @@ from tests.ranks.sharded_layouts import (
     write_base,
 )
 from tests.ranks.test_sharded_layouts import INTEGERS
-from tests.small_run import with_shape
 
 PREFERENCES = {
     "sigmoid": PreferenceConfig(beta=0.7, sft_weight=0.3),

@@ -13,9 +13,9 @@ from glm46.engine.observe.module_flops import KINDS, OPTIMIZER
 from glm46.engine.observe.profiler import REQUEST_FILE, Profiler
 from glm46.operate.launch.train_rank import train
 from glm46.run.flops import batch_flops
+from tests.builders import TINY, small_config
 from tests.harness import Ranks, call, in_halves
 from tests.processes import wait_until
-from tests.small_run import TINY, small_config
 
 LAYOUTS = {
     "fsdp": ({}, "none"),

@@ -10,8 +10,8 @@ from glm46.engine.observe import observers
 from glm46.engine.observe.hardware import HardwareMonitor
 from glm46.engine.observe.history import read_history
 from glm46.operate.launch.train_rank import train
+from tests.builders import TINY, small_config
 from tests.harness import Ranks, call, in_halves, this_rank
-from tests.small_run import TINY, small_config
 
 LAYOUTS = {
     "fsdp": {}, "experts": {"expert_parallel_degree": 2}, "tensor": {"tensor_parallel_degree": 2},

@@ -28,8 +28,8 @@ from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.weights import whole_weights
 from tests import pretend_gpu
+from tests.builders import TINY, small_config
 from tests.harness import Ranks, call, in_halves
-from tests.small_run import TINY, small_config
 from tests.step_tensors import tensor_hashes
 
 STEPS = 6

@@ -26,9 +26,9 @@ from glm46.tasks.rl.journal import read_rollout
 from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout import background
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, read_ends
+from tests.builders import TINY, small_config
 from tests.harness import Ranks, call, this_rank
 from tests.processes import free_port
-from tests.small_run import TINY, small_config
 from tests.step_tensors import tensor_hashes
 from tests.unit.tasks.rl.rollout.policy_server import PolicyServer
 

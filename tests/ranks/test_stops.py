@@ -16,10 +16,10 @@ from glm46.engine.training import loop, resume
 from glm46.engine.training.saving import Saver
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.pretrain import task
+from tests.builders import small_config
 from tests.harness import call
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 from tests.ranks.forked_launch import fork_launch
-from tests.small_run import small_config
 
 MOMENTS = ("start", "load", "count", "sum", "validation", "save", "step")
 LEFT_WITH = 7

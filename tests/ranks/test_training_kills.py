@@ -24,9 +24,9 @@ from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.engine.training import build, loop
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.integrity import published_steps
+from tests.builders import small_config
 from tests.harness import Ranks, call, die_in_sync, start, this_rank
 from tests.processes import PROGRAM_SECONDS, children_of, wait_until
-from tests.small_run import small_config
 from tests.step_tensors import tensor_hashes
 
 SECONDS_TO_END = 10

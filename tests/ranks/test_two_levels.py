@@ -28,8 +28,8 @@ from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.run.plan import resolve_plan
+from tests.builders import model_table
 from tests.harness import measure_cases, run_ranks
-from tests.small_run import model_table
 
 EXPERTS, CHOSEN, WIDTH, TOKENS = 32, 8, 64, 96
 CHANGES = dict(n_routed_experts=EXPERTS, num_experts_per_tok=CHOSEN, hidden_size=WIDTH, moe_intermediate_size=32)

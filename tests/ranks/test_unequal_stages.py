@@ -13,9 +13,9 @@ from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import join, leave
 from glm46.engine.training.network import build_network
 from glm46.run.plan import resolve_plan
+from tests.builders import with_shape
 from tests.harness import run_ranks
 from tests.ranks.sharded_layouts import Layout, make_config
-from tests.small_run import with_shape
 
 
 def groups_asked_for(key_heads: int) -> tuple[list[bool], list]:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tests.builders import small_config
 from tests.harness import run_ranks
 from tests.ranks.forked_launch import train_and_exit
-from tests.small_run import small_config
 
 BOUND = 1e-6
 """Relative. FP32 logits whose sums have another order; losses are about 9."""

@@ -10,8 +10,8 @@ import pytest
 
 from glm46.cli import main
 from glm46.operate.launch.train_rank import train
+from tests.builders import small_config
 from tests.harness import run_ranks, start
-from tests.small_run import small_config
 
 
 def verb(*argv: str) -> None:

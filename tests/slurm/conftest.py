@@ -1,5 +1,5 @@
 """Fixtures of small runs."""
 
-from tests.small_run import source_folder, tokenizer
+from tests.builders import source_folder, tokenizer
 
 __all__ = ["source_folder", "tokenizer"]

@@ -18,9 +18,9 @@ from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.history import ROWS_FILE, read_history
 from glm46.storage.checkpoint.integrity import published_steps
+from tests.builders import small_config
 from tests.processes import is_rank
 from tests.slurm.cluster import SlurmCluster, missing
-from tests.small_run import small_config
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(missing()), reason=missing())]
 

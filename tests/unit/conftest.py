@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.builders import make_config, source_folder, tokenizer
 from tests.fork_server import ForkServer
-from tests.small_run import make_config, small_disk, source_folder, tokenizer
+from tests.golden import golden
+from tests.terminal import small_disk
 
-__all__ = ["make_config", "small_disk", "source_folder", "tokenizer"]
+__all__ = ["golden", "make_config", "small_disk", "source_folder", "tokenizer"]
 
 # Limits of time of an example, and of what generates it, would fail on a busy machine; each run has the same examples.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

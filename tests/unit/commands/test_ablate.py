@@ -19,8 +19,8 @@ from glm46.cli import main
 from glm46.config.loader import dump_config, load_config
 from glm46.operate.ablation.ablation_runs import plan_ablation
 from glm46.operate.estimate.machine import Gpu, Machine
+from tests.builders import TINY, small_config
 from tests.processes import wait_until
-from tests.small_run import TINY, small_config
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "train_configs" / "fp8_ablation.toml"

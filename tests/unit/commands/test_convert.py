@@ -31,7 +31,7 @@ from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.names import has_repeats
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, tokenizer_files
 from glm46.tasks.weights.write_model import ReadAhead, write_model
-from tests.small_run import model_table
+from tests.builders import model_table
 from tests.step_tensors import step_tensors
 from tests.unit.storage.huggingface.adapters import LATENT, TINY
 

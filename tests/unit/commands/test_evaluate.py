@@ -16,7 +16,7 @@ from glm46.files.durable import hash_file
 from glm46.operate.launch.train_rank import train
 from glm46.operate.models import evaluate_ranks
 from glm46.storage.checkpoint.integrity import MANIFEST, META, read_manifest, records_of, write_manifest
-from tests.small_run import small_config
+from tests.builders import small_config
 
 OPTIONS = ["--lengths", "50,64", "--depths", "0,1", "--samples", "4"]
 

@@ -14,7 +14,7 @@ from glm46.config.run_config import RunConfig
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.stored_values import StepTensors
-from tests.small_run import with_shape
+from tests.builders import with_shape
 from tests.unit.commands.test_convert import TABLE, resolve_shape
 
 

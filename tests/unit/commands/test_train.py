@@ -10,8 +10,8 @@ from glm46.compute.distributed import environment
 from glm46.config.loader import dump_config
 from glm46.engine.observe.exporter import Exporter
 from glm46.engine.observe.history import read_history, rows_by_kind
+from tests.builders import small_config
 from tests.processes import free_port
-from tests.small_run import small_config
 
 
 @pytest.mark.slow

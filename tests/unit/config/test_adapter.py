@@ -10,7 +10,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
 from glm46.run.parameters import base_families
-from tests.small_run import model_table
+from tests.builders import model_table
 from tests.unit.config.test_preference import load
 
 SOUND = """

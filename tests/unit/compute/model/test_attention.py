@@ -296,7 +296,7 @@ def test_packed_row_equals_its_documents(tiny_shape, random_model, random_batch,
     for window in (None, 3):
         shape = tiny_shape(num_nextn_predict_layers=2, sliding_window=window)
         model = random_model(shape)
-        batch = random_batch(shape, batch=len(LENGTHS), length=max(LENGTHS))
+        batch = random_batch(shape, rows=len(LENGTHS), length=max(LENGTHS))
         packed, alone = model(**packed_row(batch)), each_document(model, batch)
         assert relative_error(packed.loss, sum(s.loss for s in alone)) < 1e-6
         assert relative_error(packed.mtp_losses, sum(s.mtp_losses for s in alone)) < 1e-6
@@ -311,7 +311,7 @@ def test_packed_row_equals_its_documents(tiny_shape, random_model, random_batch,
 def test_documents_that_share_a_prefix_equal_each_with_its_own(tiny_shape, random_model, random_batch, relative_error):
     """Loss and every gradient, in two rows; one document has no prefix, and padding is behind them."""
     shape, shared, lengths = tiny_shape(num_nextn_predict_layers=0), 4, (3, 1, 5)
-    model, batch = random_model(shape), random_batch(shape, batch=2, length=shared + sum(lengths) + 2 + 3)
+    model, batch = random_model(shape), random_batch(shape, rows=2, length=shared + sum(lengths) + 2 + 3)
     sizes = [shared, *lengths, 2, 3]
     document = torch.repeat_interleave(torch.tensor([0, 1, 2, 3, 4, -1]), torch.tensor(sizes))
     ids, labels = batch["input_ids"], batch["labels"].masked_fill(document < 1, -100)

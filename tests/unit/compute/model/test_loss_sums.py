@@ -28,7 +28,7 @@ def test_prediction_layers_alone_have_the_gradients_of_their_losses(tiny_shape, 
 def test_sums_add_up_over_micro_batches(tiny_shape, random_model, random_batch):
     """A batch of four equals two of two: sums, not means, so the caller may cut as it likes."""
     shape = tiny_shape(num_nextn_predict_layers=1)
-    model, batch = random_model(shape), random_batch(shape, batch=4)
+    model, batch = random_model(shape), random_batch(shape, rows=4)
     options = RoutingOptions(balance_loss=True, z_loss=True)
     whole = model(**batch, options=options)
     halves = [model(**{key: value[half] for key, value in batch.items()}, options=options) for half in ([0, 1], [2, 3])]

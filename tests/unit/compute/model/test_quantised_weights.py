@@ -32,7 +32,7 @@ from glm46.storage.huggingface.import_weights import FolderReader, encode_nf4, i
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme, quantised_names
-from tests.small_run import model_table
+from tests.builders import model_table
 from tests.unit.compute.model.test_adapters import randomise_adapters
 from tests.unit.storage.huggingface.test_hf_fp8 import rewrite, stored_in
 

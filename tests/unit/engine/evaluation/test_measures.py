@@ -23,7 +23,7 @@ from glm46.engine.inference.sampling import Sampling
 from glm46.storage.data.batches import IGNORE
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import GLM_SPECIAL_TOKENS, Tokenizer
-from tests.small_run import TINY, write_source
+from tests.builders import TINY, write_source
 
 SLOW = pytest.mark.slow
 

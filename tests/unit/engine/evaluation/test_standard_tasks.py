@@ -15,7 +15,7 @@ from glm46.engine.evaluation import results
 from glm46.engine.evaluation.answers import EvaluationPrompt, has_ended, text_of
 from glm46.engine.inference.sampling import Sampling
 from glm46.operate.launch.train_rank import train
-from tests.small_run import small_config
+from tests.builders import small_config
 
 pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
 from glm46.engine.evaluation.standard import find_tasks  # noqa: E402 - it imports lm-eval

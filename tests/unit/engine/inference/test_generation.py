@@ -34,7 +34,7 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from tests.small_run import model_table
+from tests.builders import model_table
 from tests.unit.storage.huggingface.adapters import adapters
 
 TABLE = dict(

@@ -12,7 +12,7 @@ from glm46.engine.inference import scoring
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.scoring import ContinuationRequest, score
-from tests.small_run import model_table
+from tests.builders import model_table
 
 TABLE = dict(
     flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,

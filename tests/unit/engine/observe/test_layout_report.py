@@ -9,7 +9,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.layout_report import _attention
 from glm46.run import context_keys
 from glm46.run.plan import describe_exchange, resolve_plan
-from tests.small_run import small_config
+from tests.builders import small_config
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from glm46.engine.observe.history import read_history
 from glm46.engine.observe.metrics import METRICS, MOST_IMPORTANT, SHOWN, find_metric
 from glm46.engine.observe.report import Report
 from tests.processes import wait_until
-from tests.small_run import terminal
+from tests.terminal import terminal
 
 
 def _row(step, **more):

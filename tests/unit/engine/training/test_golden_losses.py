@@ -14,7 +14,7 @@ import torch
 
 from glm46.operate.launch.train_rank import train
 from glm46.storage.data.tokenizer import load_tokenizer
-from tests.small_run import small_config, write_source
+from tests.builders import small_config, write_source
 
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 LOSSES = {

@@ -21,7 +21,7 @@ import torch
 from glm46.operate.launch.train_rank import train
 from scripts.measure.model_speed import Workload, race
 from scripts.measure.speed_with_peers import CONTESTANTS
-from tests.small_run import small_config
+from tests.builders import small_config
 
 run = small_config(
     Path(sys.argv[1]), Path(sys.argv[2]), training={"steps": 2}, optimizer={"state_dtype": "8bit"},

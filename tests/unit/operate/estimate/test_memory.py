@@ -30,7 +30,7 @@ from glm46.run.layout import resolve_layout, smallest_world
 from glm46.run.parameters import adapter_layer, count_parameters
 from glm46.run.plan import resolve_plan
 from glm46.run.sizes import OFFLOAD_SLOTS
-from tests.small_run import model_table
+from tests.builders import model_table
 
 SMALL_VOCABULARY = {"vocab_size": 512}
 """Where layers are measured, a large head would only take time."""

@@ -22,8 +22,8 @@ from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.traffic import _Step, step_traffic, traffic_of_rank
 from glm46.run.parameters import Parameter
 from glm46.run.plan import resolve_plan
+from tests.builders import model_table
 from tests.processes import HANG_SECONDS
-from tests.small_run import model_table
 
 DEBUG = Path(__file__).parents[4] / "train_configs" / "debug.toml"
 GIB = 2**30

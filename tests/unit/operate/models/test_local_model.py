@@ -14,7 +14,7 @@ import glm46
 from glm46.cli import main
 from glm46.config.presets import PRESETS
 from glm46.storage.data.batches import IGNORE
-from tests.small_run import TINY
+from tests.builders import TINY
 
 ROOT = Path(__file__).parents[4]
 SHAPE = PRESETS["debug"].model_copy(update={key: value for key, value in TINY.items() if key != "flavor"})

@@ -34,7 +34,7 @@ from glm46.tasks.rl.rewards.answer import Answer, RewardRule, well_formed
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.sampling import Sampler
-from tests.small_run import call_here
+from tests.builders import call_here
 from tests.unit.commands.test_terminal_chat import talk
 from tests.unit.storage.chats import original_templates
 from tests.unit.storage.chats.samples import CONVERSATIONS, RESULTS, STEP, TOOLS, calls, user

@@ -18,7 +18,7 @@ from glm46.storage.chats.pairs import parse_pair
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights
 from glm46.storage.prepare.pipeline import prepare_text
-from tests.small_run import call_here
+from tests.builders import call_here
 from tests.unit.storage.chats import original_templates
 from tests.unit.storage.chats.original_templates import PROMPT, compiled, named_chats, plain_samples
 from tests.unit.storage.chats.random_chats import Writer

@@ -11,7 +11,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.data import corpus
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text, plan_sources
 from glm46.storage.data.manifest import Split, load_manifest
-from tests.small_run import with_shape
+from tests.builders import with_shape
 
 
 def test_budget_in_steps_follows_the_ramp(make_config):

@@ -21,7 +21,7 @@ from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
 from glm46.storage.huggingface.schemes import FP8_SCHEMES as SCHEMES
-from tests.small_run import model_table
+from tests.builders import model_table
 from tests.step_tensors import step_tensors
 
 # Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.

@@ -20,7 +20,7 @@ from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
-from tests.small_run import model_table
+from tests.builders import model_table
 
 INT4 = Int4()
 TABLE = ModelConfig(**model_table(

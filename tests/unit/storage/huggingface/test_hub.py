@@ -26,7 +26,7 @@ from glm46.storage.data.tokenizer import BUILTIN_PATH
 from glm46.storage.huggingface import hub as hub_folders
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.hub import DATASET, MODEL, local_path
-from tests.small_run import small_config
+from tests.builders import small_config
 
 hub_utils = pytest.importorskip("huggingface_hub.utils", reason="not installed; pip install '.[hf]'")
 from glm46.storage.huggingface import hub_files  # noqa: E402 - it imports huggingface_hub

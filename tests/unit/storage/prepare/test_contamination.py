@@ -8,7 +8,7 @@ import pytest
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.prepare.contamination import evaluation_text, word_hashes
 from glm46.storage.prepare.pipeline import prepare_text
-from tests.small_run import call_here
+from tests.builders import call_here
 
 WORDS = np.array([f"word{number}" for number in range(8_000)])
 QUESTION = "Which of the seven rivers of Thuringia, if any, flows north-west before it reaches the Saale?"

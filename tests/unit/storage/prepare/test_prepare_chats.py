@@ -25,7 +25,7 @@ from glm46.storage.data.tokenizer_hf import byte_characters
 from glm46.storage.prepare import pipeline, readers
 from glm46.storage.prepare import rows as row_reader
 from glm46.storage.prepare.pipeline import prepare_text
-from tests.small_run import call_here
+from tests.builders import call_here
 
 WORDS = ("a", "cat", "sat", "on", "the", "mat", "and", "saw", "many", "things", "that", "were", "not", "there", "again")
 TOKENIZER = load_tokenizer("builtin")

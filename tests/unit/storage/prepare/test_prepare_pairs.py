@@ -16,7 +16,7 @@ from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.prepare.pipeline import prepare_text
-from tests.small_run import call_here
+from tests.builders import call_here
 
 TOKENIZER = load_tokenizer("builtin")
 ASK = {"role": "user", "content": "What is two plus two?"}

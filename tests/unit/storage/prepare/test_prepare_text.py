@@ -20,7 +20,7 @@ from glm46.storage.huggingface.tokenizer_files import tokenizer_files
 from glm46.storage.prepare import duplicates, parts, sharding
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.storage.prepare.tally import amount
-from tests.small_run import call_here
+from tests.builders import call_here
 
 
 def write_lines(file, texts):

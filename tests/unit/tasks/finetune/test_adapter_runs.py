@@ -16,7 +16,7 @@ from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.operate.launch.train_rank import train
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.tasks.weights.start_folders import refuse_weights
-from tests.small_run import TINY
+from tests.builders import TINY
 from tests.step_tensors import step_tensors
 from tests.unit.storage.huggingface.adapters import adapters
 
@@ -26,7 +26,7 @@ NO_BALANCE = {"balance": "none", "sequence_aux_loss_weight": 0.0}
 @pytest.fixture(scope="module")
 def base(source_folder, tmp_path_factory) -> Path:
     """A run whose step folder and Hugging Face folder hold the same weights, of two steps."""
-    from tests.small_run import small_config
+    from tests.builders import small_config
 
     folder = tmp_path_factory.mktemp("base")
     config = small_config(
@@ -151,7 +151,7 @@ def test_adapters_on_a_base_that_is_held_otherwise_are_told_once(
     make_config, source_folder, tmp_path, capsys, trained, used, remedy
 ):
     """A run that starts from their folder, and one that resumes from their checkpoint."""
-    from tests.small_run import small_config
+    from tests.builders import small_config
 
     wide = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
     shape = wide | {"num_nextn_predict_layers": 0}

@@ -17,7 +17,7 @@ from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.stored_values import StepTensors
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.finetune.task import PreferenceTuning
-from tests.small_run import TINY, call_here, small_config, write_source
+from tests.builders import TINY, call_here, small_config, write_source
 from tests.step_tensors import step_tensors
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue")

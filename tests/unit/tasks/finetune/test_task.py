@@ -20,7 +20,7 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.pipeline import prepare_text
-from tests.small_run import call_here
+from tests.builders import call_here
 
 MESSAGES = ["function_3", "return"]
 

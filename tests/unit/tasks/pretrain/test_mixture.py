@@ -12,7 +12,7 @@ from glm46.operate.launch.train_rank import train
 from glm46.run.plan import resolve_plan
 from glm46.storage.prepare import input_files
 from glm46.storage.prepare.pipeline import prepare_run
-from tests.small_run import call_here
+from tests.builders import call_here
 
 EXAMPLE = Path(__file__).parents[4] / "train_configs" / "data_example.toml"
 TINY = {

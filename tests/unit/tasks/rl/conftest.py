@@ -5,7 +5,7 @@ import json
 import pytest
 
 from glm46.tasks.rl.rewards import function_pool
-from tests.small_run import TINY
+from tests.builders import TINY
 
 VOCABULARY = {"tokenizer_path": "train_configs/bytes.tiktoken", "vocab_size": 292, "num_nextn_predict_layers": 0}
 

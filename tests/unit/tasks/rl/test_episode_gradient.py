@@ -17,7 +17,7 @@ from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of, pack, spread
 from glm46.tasks.rl.rollout.records import Completion, Episode
 from glm46.tasks.rl.samples import to_samples
-from tests.small_run import TINY, model_table
+from tests.builders import TINY, model_table
 from tests.unit.tasks.rl.samples import network, output
 
 LENGTH, VOCABULARY = 64, 40

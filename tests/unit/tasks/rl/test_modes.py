@@ -28,8 +28,8 @@ from glm46.tasks.rl import journal, loop, rollouts
 from glm46.tasks.rl.journal import read_rollout, removable
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.rollout import local
-from tests.small_run import terminal
 from tests.step_tensors import tensor_hashes
+from tests.terminal import terminal
 
 
 def rows(config) -> list[dict]:

@@ -43,7 +43,7 @@ from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights
 from glm46.tasks.weights.exports import write_weights
 from glm46.tasks.weights.weight_folders import WeightFolders
-from tests.small_run import TINY
+from tests.builders import TINY
 
 MODEL = {"num_hidden_layers": 3, "n_shared_experts": 1, "use_qk_norm": True}
 ADAPTER = {"name": "lora", "rank": 8, "alpha": 8.0}

@@ -15,7 +15,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.operate.launch.train_rank import train
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.rl import task as rl_task
-from tests.small_run import call_here
+from tests.builders import call_here
 from tests.step_tensors import step_tensors
 
 TOKENIZER = "train_configs/bytes.tiktoken"

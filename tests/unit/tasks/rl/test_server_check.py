@@ -11,7 +11,7 @@ from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.tasks.rl.engines import changed
 from glm46.tasks.rl.rollout.served_policy import _TOLERANCES
-from tests.small_run import model_table
+from tests.builders import model_table
 
 PROBE = torch.randint(0, 1000, (4, 24), generator=torch.Generator().manual_seed(0))
 
