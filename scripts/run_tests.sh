@@ -4,6 +4,8 @@
 #   scripts/run_tests.sh                      what every change needs: all but the tests that are marked thorough
 #   scripts/run_tests.sh --all                all tests
 #   scripts/run_tests.sh --fast               the first row of each unit and architecture test that is not marked slow
+#   scripts/run_tests.sh --coverage           with any of these: print how much of each package ran, and which lines of the
+#                                             core did not
 #   scripts/run_tests.sh data model           the unit tests of these packages (also: storage/data, or a group: storage)
 #   scripts/run_tests.sh -k "tp2 and pp2" -x  any options, files and folders of pytest
 set -euo pipefail
@@ -21,7 +23,7 @@ package_folder() {
     done
 }
 
-side_by_side=() alone=() options=() fast='' whole='' previous=''
+side_by_side=() alone=() options=() fast='' whole='' coverage='' previous=''
 for argument in "$@"; do
     path=${argument%%::*}
     path=${path#"$root"/}
@@ -30,6 +32,7 @@ for argument in "$@"; do
         *) case ${path#./} in
             --fast) fast=1 ;;
             --all) whole=1 ;;
+            --coverage) coverage=1 ;;
             tests/ranks* | tests/gpu*) alone+=("$argument") ;;
             tests | tests/) side_by_side+=(tests/unit tests/architecture) alone+=(tests/ranks tests/gpu) ;;
             tests/*) side_by_side+=("$argument") ;;
@@ -44,7 +47,7 @@ if [ ${#side_by_side[@]} -eq 0 ] && [ ${#alone[@]} -eq 0 ]; then
     side_by_side=(tests/unit tests/architecture)
     [ -n "$fast" ] || alone=(tests/ranks tests/gpu)
 fi
-[ $# -gt 0 ] || { whole=1 options+=(-m "not thorough and not long and not slurm"); }
+[ $# -gt "${coverage:-0}" ] || { whole=1 options+=(-m "not thorough and not long and not slurm"); }
 [ -z "$fast" ] || options+=(-m "not slow and not further and not long and not slurm")
 
 processes=auto
@@ -53,12 +56,20 @@ if [[ " ${side_by_side[*]-} " == *" tests/unit "* ]] && [ -z "$fast" ]; then pro
 use_environment test
 cd "$root"
 
+# The settings, in pyproject.toml, measure the processes that tests start, too.
+measured=()
+if [ -n "$coverage" ]; then
+    measured=(-m coverage run)
+    export COVERAGE_FILE="$root/build/coverage/data"
+    rm -rf "${COVERAGE_FILE%/*}"
+fi
+
 # Runs pytest and keeps the exit code of a failure. Code 5 is that no test was selected: it counts only if both runs
 # say so.
 status=5
 run() {
     local code=0
-    "$python" -m pytest --durations=15 "$@" ${options[@]+"${options[@]}"} || code=$?
+    "$python" ${measured[@]+"${measured[@]}"} -m pytest --durations=15 "$@" ${options[@]+"${options[@]}"} || code=$?
     case $code in 5) ;; 0) [ "$status" -ne 5 ] || status=0 ;; *) status=$code ;; esac
 }
 
@@ -77,4 +88,5 @@ fi
 if [ ${#alone[@]} -gt 0 ] && { [ -n "$whole" ] || [ "$status" -le 1 ] || [ "$status" -eq 5 ]; }; then
     run ${lanes[@]+"${lanes[@]}"} "${alone[@]}"
 fi
+if [ -n "$coverage" ]; then "$python" scripts/print_coverage.py "$COVERAGE_FILE"; fi
 exit "$status"

@@ -38,7 +38,7 @@ def run_tests(tmp_path):
     (tmp_path / "scripts" / "environment.sh").write_text(ENVIRONMENT)
     # The programs that the script calls, without the machine's nvidia-smi.
     (tmp_path / "programs").mkdir()
-    for name in ("bash", "dirname", "readlink"):
+    for name in ("bash", "dirname", "readlink", "rm"):
         (tmp_path / "programs" / name).symlink_to(shutil.which(name))
     (tmp_path / "programs" / "nproc").write_text("#!/bin/sh\necho 4\n")
     (tmp_path / "programs" / "nproc").chmod(0o755)
@@ -70,6 +70,15 @@ def run_tests(tmp_path):
 ])  # fmt: skip
 def test_arguments_reach_the_right_run(run_tests, arguments, calls):
     assert run_tests(*arguments) == (0, calls)
+
+
+def test_coverage_measures_the_same_tests(run_tests):
+    measured = [call.replace("-m pytest", "-m coverage run -m pytest") for call in (UNIT + TIER, RANKS + TIER)]
+    code, calls = run_tests("--coverage")
+    assert code == 0
+    assert calls[:2] == measured
+    assert calls[2].split()[1] == "scripts/print_coverage.py"
+    assert run_tests("--coverage", "--all")[1][:2] == [call.removesuffix(TIER) for call in measured]
 
 
 def test_tests_of_a_gpu_share_it_with_no_others(run_tests, tmp_path):
