@@ -1,4 +1,4 @@
-"""Print how much of each package the tests ran, and which lines and branches of the core they did not.
+"""Print how much of each package the tests ran, and which lines and branches of the core they did not run.
 
     python scripts/print_coverage.py build/coverage/data
 
@@ -91,10 +91,11 @@ def main(data: str) -> None:
             packages["core"].add(content["summary"])
     print("\nLines and branches that did not run, in the core:")
     for file, content in sorted(report.items()):
-        missing = ranges(content["missing_lines"])
-        skipped = ", ".join(f"{start} to {end}" for start, end in content["missing_branches"] if end > 0)
-        if is_core(file) and (missing or skipped):
-            print(f"  {file}: lines {missing or 'none'}; branches {skipped or 'none'}")
+        missing = content["missing_lines"]
+        # A branch from or to a line that did not run is clear from the line.
+        branches = [f"{a} to {b}" for a, b in content["missing_branches"] if a not in missing and b not in missing]
+        if is_core(file) and (missing or branches):
+            print(f"  {file}: lines {ranges(missing) or 'none'}; branches {', '.join(branches) or 'none'}")
     print("\nCoverage by package:")
     for package in [*sorted(packages.keys() - {"core", "all"}), "core", "all"]:
         if packages[package].lines:
