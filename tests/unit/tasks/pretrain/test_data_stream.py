@@ -180,6 +180,11 @@ def test_the_next_phase_continues_after_what_was_read(reference, two_sources):
     assert sum(entry[-1] for entry in rows_read(plan, manifests, later)) == progress.samples + 10
 
 
+def last_step(dump_folder):
+    """The newest step folder of a run."""
+    return max((dump_folder / "checkpoint").glob("step-*"))
+
+
 @pytest.mark.slow
 def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_run, tmp_path):
     common = {
@@ -205,12 +210,15 @@ def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_r
         "stage 3 of 4: 32 tokens per sequence, a 25.0%, b 75.0%; samples 57 to 90"
         in (tmp_path / "whole" / "log.txt").read_text()
     )
-    step = sorted((tmp_path / "whole" / "checkpoint").glob("step-*"))[-1]
+    step = last_step(tmp_path / "whole")
     following = staged_run(
         job={"dump_folder": str(tmp_path / "next")}, checkpoint={"initial_load_path": str(step)},
         training={"tokens": 64, "local_batch_size": 2},
     )  # fmt: skip
     assert train(following) == 0
+    earlier, later = (json.loads((folder / "meta.json").read_text()) for folder in (step, last_step(tmp_path / "next")))
+    rows_of_both = later["progress"]["samples"] + sum(entry[-1] for entry in earlier["read"])
+    assert sum(entry[-1] for entry in later["read"]) == rows_of_both
 
 
 @pytest.mark.parametrize("stages, fault", [
