@@ -199,47 +199,61 @@ def _write(x_PHNC: Tensor, tokens: slice | _Tokens, into_NHC: Tensor, *, has_roo
 def _blocks(
     cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool, heads: int, key_heads: int
 ) -> Iterator[_Block]:
-    """Yield all pairs of queries and keys that attend to each other, in few blocks with little padding.
-
-    A query attends to consecutive keys. From one query to the next, neither the first nor the last key moves back.
-    """
+    """Yield all pairs of queries and keys that attend to each other, in few blocks with little padding."""
     bounds_q = cu_seq_q.cpu().numpy().astype(np.int64)
     bounds_k = cu_seq_k.cpu().numpy().astype(np.int64)
-    # Pieces: at most `_BLOCK` queries of a run; the last query attends to the last key of the piece.
-    num_pieces = -(-np.diff(bounds_q) // _BLOCK)
-    run = np.arange(len(num_pieces)).repeat(num_pieces)
-    first = bounds_q[run] + _BLOCK * (np.arange(len(run)) - (num_pieces.cumsum() - num_pieces)[run])
-    end = np.minimum(first + _BLOCK, bounds_q[run + 1])
-    # One past the last key that the last query of each piece sees, and that its first query sees.
-    if causal:
-        seen_end = bounds_k[run + 1] - (bounds_q[run + 1] - end)
-        seen_end_of_first = bounds_k[run + 1] - (bounds_q[run + 1] - 1 - first)
-    else:
-        seen_end = seen_end_of_first = bounds_k[run + 1]
-    begin = bounds_k[run] if window is None else np.maximum(bounds_k[run], seen_end_of_first - window)
-    pieces = np.stack([first, end - first, begin, seen_end - begin], 1)  # as `_joined` takes them
-    is_whole = num_pieces[run] == 1  # shares no key with another piece
-    whole = pieces[is_whole]
-    whole = whole[np.lexsort((whole[:, 3], whole[:, 1]))[::-1]]  # by falling numbers of queries, then of keys
-    parts = [slice(n, n + 1) for n in np.flatnonzero(~is_whole).tolist()]
-    # A piece of a longer run is a block of its own; whole runs share blocks.
-    for source, part in (
-        *((pieces, part) for part in parts),
-        *((whole, part) for part in _similar(whole, _MAX_SCORES // heads)),
-    ):
-        block_pieces = torch.from_numpy(source[part]).to(cu_seq_q.device)
+    pieces, is_whole_run = _cut_runs(bounds_q, bounds_k, window, causal)
+    # Pieces of one run share keys, so each is a block of its own. Whole runs of similar sizes share a block.
+    groups = [pieces[n : n + 1] for n in np.flatnonzero(~is_whole_run)]
+    whole_runs = pieces[is_whole_run]
+    decreasing = np.lexsort((whole_runs[:, 3], whole_runs[:, 1]))[::-1]  # by number of queries, then of keys
+    groups += _similar(whole_runs[decreasing], _MAX_SCORES // heads)
+    for group in groups:
+        block_pieces = torch.from_numpy(group).to(cu_seq_q.device)
         yield _joined(block_pieces, window, causal, (heads, int(bounds_q[-1])), (key_heads, int(bounds_k[-1])))
 
 
-def _similar(pieces: np.ndarray, max_pairs: int) -> Iterator[slice]:
-    """Divide pieces, sorted by decreasing number of queries, into blocks of at most ``max_pairs`` pairs, and without
+def _cut_runs(
+    bounds_q: np.ndarray, bounds_k: np.ndarray, window: int | None, causal: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut runs into pieces of at most `_BLOCK` queries.
+
+    A query attends to consecutive keys. From one query to the next, neither the first nor the last key moves back.
+
+    Args:
+        bounds_q, bounds_k: int64 [runs + 1], where the queries and the keys of each run begin, and the last ones end.
+
+    Returns:
+        int64 [pieces, 4]: first query, number of queries, first key, number of keys. And a boolean [pieces]: the piece
+        is a whole run.
+    """
+    pieces_of_run = -(-np.diff(bounds_q) // _BLOCK)
+    run = np.arange(len(pieces_of_run)).repeat(pieces_of_run)
+    pieces_before_run = pieces_of_run.cumsum() - pieces_of_run
+    number_in_run = np.arange(len(run)) - pieces_before_run[run]
+    first_query = bounds_q[run] + _BLOCK * number_in_run
+    end_query = np.minimum(first_query + _BLOCK, bounds_q[run + 1])
+    first_key = bounds_k[run]
+    end_key = end_key_of_first = bounds_k[run + 1]
+    if causal:
+        # The last query of a run attends to the last key of the run, the query before it to one key less, and so on.
+        end_key = bounds_k[run + 1] - (bounds_q[run + 1] - end_query)
+        end_key_of_first = bounds_k[run + 1] - (bounds_q[run + 1] - 1 - first_query)
+    if window is not None:
+        first_key = np.maximum(first_key, end_key_of_first - window)
+    pieces = np.stack([first_query, end_query - first_query, first_key, end_key - first_key], axis=1)
+    return pieces, pieces_of_run[run] == 1
+
+
+def _similar(pieces: np.ndarray, max_pairs: int) -> Iterator[np.ndarray]:
+    """Divide pieces, sorted by decreasing number of queries, into groups of at most ``max_pairs`` pairs, and without
     too much padding, see `_PADDED`."""
     start = pairs = max_keys = max_queries = 0
     for number, (queries, keys) in enumerate(pieces[:, 1::2].tolist()):
         new_max_keys = max(max_keys, keys)
         padded = (number + 1 - start) * max_queries * new_max_keys
         if number > start and padded > min(max_pairs, _PADDED * (pairs + queries * keys)):
-            yield slice(start, number)
+            yield pieces[start:number]
             start = number
             pairs = 0
             new_max_keys = keys
@@ -247,7 +261,7 @@ def _similar(pieces: np.ndarray, max_pairs: int) -> Iterator[slice]:
         max_keys = new_max_keys
         max_queries = queries if number == start else max_queries
     if len(pieces):
-        yield slice(start, len(pieces))
+        yield pieces[start:]
 
 
 def _joined(

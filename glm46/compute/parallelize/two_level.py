@@ -114,20 +114,20 @@ class TwoLevelDispatcher(ExchangeDispatcher[_PlannedRows, _Sizes, _SentRows]):
         return [self._chunk_sizes(received_RX) for received_RX in received_RCX.cpu().unbind(1)]
 
     def _chunk_sizes(self, received_RX: Tensor) -> _Sizes:
-        """``received_RX``: `_PlannedRows.counts_RX`, one row from each rank; on the CPU."""
-        # By host of the sender, its number there, and receiver: a host, a rank, a rank.
-        by_host, by_rank, assigned = received_RX.view(self._hosts, self._host_ranks, -1).split(
-            [self._hosts, self._ranks, self._ranks], 2
+        """Return what this rank sends and receives. ``received_RX``: `_PlannedRows.counts_RX` of each rank, on the
+        CPU."""
+        # First the sender, as its host and its number there. Then the receiver: a host, or a rank, in the same form.
+        received = received_RX.view(self._hosts, self._host_ranks, -1)
+        to_host, to_rank, assigned = received.split([self._hosts, self._ranks, self._ranks], dim=2)
+        to_rank = to_rank.unflatten(2, (self._hosts, self._host_ranks))
+        assigned = assigned.unflatten(2, (self._hosts, self._host_ranks))
+        between_hosts = HopSizes(
+            send=to_host[self._host, self._local].tolist(), receive=to_host[:, self._local, self._host].tolist()
         )
-        by_rank = by_rank.unflatten(2, (self._hosts, -1))
-        assigned = assigned.unflatten(2, (self._hosts, -1))
-        # What ranks with the same number on their hosts send to this host goes through the one that is here.
-        in_host = by_rank[:, :, self._host].sum(0)
-        return _Sizes(
-            HopSizes(by_host[self._host, self._local].tolist(), by_host[:, self._local, self._host].tolist()),
-            HopSizes(in_host[self._local].tolist(), in_host[:, self._local].tolist()),
-            int(assigned[:, :, self._host, self._local].sum()),
-        )
+        # Rows from all ranks with one number reach this host at its rank with that number, which passes them on.
+        passed_on = to_rank[:, :, self._host].sum(0)
+        in_host = HopSizes(send=passed_on[self._local].tolist(), receive=passed_on[:, self._local].tolist())
+        return _Sizes(between_hosts, in_host, int(assigned[:, :, self._host, self._local].sum()))
 
     def send(self, x_TD: Tensor, routing: Routing, plan: _PlannedRows, received_RX: Tensor, sizes: _Sizes) -> _SentRows:
         """See `ExchangeDispatcher.send`. Collective."""
