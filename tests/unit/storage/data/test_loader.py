@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.errors import UserError
-from glm46.storage.data.loader import BatchLayout, TrainSource, build_train_loader, build_validation_loader
+from glm46.storage.data.loader import (
+    BatchLayout,
+    SampleSpan,
+    TrainSource,
+    build_train_loader,
+    build_validation_loader,
+)
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.packing import full_rows
 
@@ -29,10 +35,11 @@ def sources(make_source, counting_documents, tmp_path_factory):
     return root
 
 
-def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq_len=32, depth=2, seed=5):
+def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq_len=32, depth=2, seed=5, **span):
     return build_train_loader(
         [TrainSource(name, load_manifest(root / name), weight) for name, weight in (("a", 0.7), ("b", 0.3))],
         BatchLayout(seq_len, depth, rows, rank, degree, mask), seed=seed, start_sample=start, num_workers=workers,
+        span=SampleSpan(**span),
     )  # fmt: skip
 
 
@@ -140,6 +147,14 @@ def test_a_run_resumes_at_the_next_sample_under_another_layout(sources, workers)
     resumed = take(loader(sources, rows=1, start=5 + 6 * 4, workers=2 - workers), 2)
     for place, batch in enumerate(resumed):
         assert all(torch.equal(batch[name][0], expected[name][place]) for name in expected)
+
+
+def test_a_stage_mixes_from_its_first_sample(sources):
+    whole_run = take(loader(sources), 12)
+    stage = take(loader(sources, start=20, first=20), 12)
+    for place, (batch, expected) in enumerate(zip(stage, whole_run, strict=True)):
+        assert batch.pop("sample_numbers").tolist() == [20 + place]
+        assert all(torch.equal(batch[name], expected[name]) for name in batch)
 
 
 @pytest.mark.slow
