@@ -255,50 +255,75 @@ def without_unit(text: str) -> tuple[str, str]:
 def quantity_of(text: str) -> Quantity | None:
     """Return the number and unit of a normalised result; None for anything else."""
     text = text.replace(TEXT + " ", TEXT)
-    unit = ""
     if text[:1] == "(" and "," not in text and is_enclosed(text):
         text = text[1:-1].strip()
-    if text[:1] and text[0] in _CURRENCIES:
-        unit = text[0]
-        text = text[1:].strip()
-    elif text[:2] in {f"-{sign}" for sign in _CURRENCIES}:
-        unit = text[1]
-        text = "-" + text[2:].strip()
-    pieces = re.split(rf"(?<=[A-Za-z]),? (?:{TEXT}?and )?(?=\d)", text) if not unit else [text]
-    if len(pieces) > 1 and (total := _sum([quantity_of(piece) for piece in pieces])):
-        return total
-    if (match := _NUMBER.match(text)) is None or (value := _value(match)) is None:
+    currency, text = _without_currency(text)
+    if not currency:
+        pieces = re.split(rf"(?<=[A-Za-z]),? (?:{TEXT}?and )?(?=\d)", text)
+        if len(pieces) > 1 and (total := _sum([quantity_of(piece) for piece in pieces])):
+            return total
+    match = _NUMBER.match(text)
+    number = None if match is None else _value(match)
+    if match is None or number is None:
         return None
-    rest = text[match.end() :].strip()
-    while word := re.match(rf"{TEXT}?\s*([a-z]+?)(s?)\b(?!\^)\s*", rest):
+    rest = text[match.end() :]
+    value, words = _times_words(number, rest.strip())
+    if not words:
+        return Quantity(value, currency)
+    if words in _CURRENCIES and not currency:
+        return Quantity(value, words)
+    unit = _unit_after_number(words, currency, is_apart=rest[0].isspace())
+    return None if unit is None else Quantity(value, unit)
+
+
+def _without_currency(text: str) -> tuple[str, str]:
+    """Split off the sign of a currency before a number, which may be negative; the sign is empty otherwise."""
+    if text[:1] and text[0] in _CURRENCIES:
+        return text[0], text[1:].strip()
+    if text[:1] == "-" and text[1:2] and text[1] in _CURRENCIES:
+        return text[1], "-" + text[2:].strip()
+    return "", text
+
+
+def _times_words(value: Fraction, text: str) -> tuple[Fraction, str]:
+    """Apply the words after a number that change its value, such as "million" and "squared". Returns the value and the
+    rest of the text."""
+    while word := re.match(rf"{TEXT}?\s*([a-z]+?)(s?)\b(?!\^)\s*", text):
+        power = _POWERS.get(word[0].strip(f"{TEXT} "))
         if word[1] in _SCALES or word[1] == "halve":
             value *= _SCALES.get(word[1], Fraction(1, 2))
-        elif (power := word[0].strip(f"{TEXT} ")) in _POWERS and value.numerator < _LARGEST_BASE:
-            value **= _POWERS[power]
+        elif power is not None and value.numerator < _LARGEST_BASE:
+            value **= power
         else:
             break
-        rest = (TEXT if rest[0] == TEXT and word.end() < len(rest) else "") + rest[word.end() :]
-    if not rest:
-        return Quantity(value, unit)
-    if rest in _CURRENCIES and not unit:
-        return Quantity(value, rest)
-    unit_match = _UNIT.fullmatch(rest)
-    if unit_match is None or unit and not unit_match[1] and not re.match(r"per\b|/", rest):
+        # The command for text holds for the words after this one, too.
+        mark = TEXT if text[0] == TEXT and word.end() < len(text) else ""
+        text = mark + text[word.end() :]
+    return value, text
+
+
+def _unit_after_number(text: str, currency: str, *, is_apart: bool) -> str | None:
+    """Return the unit that follows a number; None if the text is something else.
+
+    Args:
+        currency: the sign before the number; empty if there is none.
+        is_apart: there is a space between the number and the text.
+    """
+    match = _UNIT.fullmatch(text)
+    if match is None or (currency and not match[1] and not re.match(r"per\b|/", text)):
         return None
-    unit_text = unit_match[2].replace(TEXT, " ").replace(r"\cdot ", " ")
+    unit_text = match[2].replace(TEXT, " ").replace(r"\cdot ", " ")
     names = re.findall(r"[A-Za-z]+", unit_text)
-    # A letter after a number is a factor, and so are letters without a space before them.
-    is_apart = bool(unit_match[1]) or text[match.end()].isspace()
-    are_units = all(map(is_bare, names))
-    is_unit = (
-        unit_match[1]
-        or unit_text[0] == "°"
-        or (len(unit_text) > 1 or unit_text in "°%" or is_apart and are_units)
-        and (is_apart or are_units)
-    )
-    if not is_unit or any(name in {*_FUNCTIONS, *_JOINS} and name not in UNITS for name in map(str.casefold, names)):
+    if any(name in {*_FUNCTIONS, *_JOINS} and name not in UNITS for name in map(str.casefold, names)):
         return None
-    return Quantity(value, unit_name(unit_text if not unit or unit_name(unit_text) == unit else f"{unit} {unit_text}"))
+    if not match[1] and unit_text[0] != "°":
+        # A letter after a number is a factor, and so are letters without a space before them.
+        are_units = all(map(is_bare, names))
+        may_be_unit = len(unit_text) > 1 or unit_text in "°%" or (is_apart and are_units)
+        if not (may_be_unit and (is_apart or are_units)):
+            return None
+    is_currency_again = not currency or unit_name(unit_text) == currency
+    return unit_name(unit_text if is_currency_again else f"{currency} {unit_text}")
 
 
 def _sum(parts: list[Quantity | None]) -> Quantity | None:
