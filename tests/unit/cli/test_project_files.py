@@ -38,7 +38,7 @@ def test_every_python_and_torch_of_the_project_has_a_job():
 def test_the_two_commands_of_the_readme_and_all_tests_run():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(re.search(rf"(?m)^{re.escape(run)} ", readme) for run in RUNS["readme"] if run.startswith("./"))
-    assert "./scripts/run_tests.sh --all" in RUNS["nightly"]
+    assert "./scripts/run_tests.sh --all --coverage" in RUNS["nightly"]
     assert all("promtool" in run or "prometheus" in run for run in (RUNS["readme"][0], RUNS["nightly"][0]))
 
 
