@@ -1,17 +1,15 @@
 """``python -m glm46 preflight``: check hosts, network, storage and the files of a run before it begins."""
 
 import argparse
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, process_count, require_writable, verb_parser
-from glm46.operate.cluster.preflight import STANDARD_OUTPUT, Preflight, over_ssh
+from glm46.operate.cluster.hosts import preflight_hosts
+from glm46.operate.cluster.results import STANDARD_OUTPUT
 from glm46.operate.launch.config_options import parse_with_overrides
-from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes
 
 
 def preflight_command(argv: Sequence[str]) -> int:
@@ -29,16 +27,13 @@ def preflight_command(argv: Sequence[str]) -> int:
     if arguments.json not in (None, STANDARD_OUTPUT):
         require_writable("--json", arguments.json)
     config = load_config(arguments.config, overrides, world_size=None) if arguments.config else None
-    if arguments.ranks_folder is not None:
-        from glm46.operate.cluster.rank import run_rank  # it loads torch
-
-        return run_rank(arguments, config)
     if arguments.hostfile is not None:
         if arguments.local:
             raise UserError("command line: --hostfile with --local: one is many hosts, the other this one; remove one")
-        return over_ssh(arguments, overrides)
-    nodes = Nodes() if arguments.local else detect_nodes(variables_that_are_set(VARIABLES), socket.gethostname())
-    return Preflight(arguments, overrides, config, nodes).run()
+        return preflight_hosts(arguments, overrides)
+    from glm46.operate.cluster.preflight import preflight  # it loads torch
+
+    return preflight(arguments, overrides, config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="hash all files, larger messages, NVIDIA's diagnostic; without it under a minute",
+        help="hash all files, larger messages, rehearse recovery; without it under a minute",
     )
     parser.add_argument("--local", action="store_true", help="this host alone, without starting ranks")
     parser.add_argument(

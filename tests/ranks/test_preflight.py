@@ -7,7 +7,7 @@ from pathlib import Path
 from glm46.compute.distributed.process import Process
 from glm46.config.loader import dump_config
 from glm46.operate.cluster import rank as rank_module
-from glm46.operate.cluster.results import FAIL, PASS, Result
+from glm46.operate.cluster.results import FAIL, PASS, Result, from_json
 from glm46.run.plan import Plan
 from tests.harness import start
 from tests.processes import PROGRAM_SECONDS, free_port
@@ -15,16 +15,16 @@ from tests.ranks.forked_launch import preflight
 
 
 def preflight_with_broken_rank(*argv: str) -> None:
-    """As `preflight`; rank 1 raises in the small steps, after it has joined the collectives before them."""
+    """As `preflight`; rank 1 raises in the small job, after it has joined the collectives before it."""
 
     def prepare(rank: int) -> None:
         if rank == 1:
-            rank_module.small_steps = _unfinished
+            rank_module.small_job = _unfinished
 
     preflight(*argv, prepare=prepare)
 
 
-def _unfinished(plan: Plan, process: Process) -> list[Result]:
+def _unfinished(plan: Plan, process: Process) -> Result:
     raise NotImplementedError("uneven shards")
 
 
@@ -32,9 +32,9 @@ def preflight_with_rank_that_waits(*argv: str) -> None:
     """As `preflight`; rank 1 does not come to the end of its products, and the others wait for it for some seconds."""
 
     def prepare(rank: int) -> None:
-        rank_module._WAIT_SECONDS = {False: 3.0}
+        rank_module._WAIT_SECONDS = {False: 3}
         if rank == 1:
-            rank_module.products = lambda group: time.sleep(PROGRAM_SECONDS)
+            rank_module.products = lambda ranks: time.sleep(PROGRAM_SECONDS)
 
     preflight(*argv, prepare=prepare)
 
@@ -47,7 +47,7 @@ def start_node(port: str, node: int, *argv: str, **variables: str):
 def results(output: Path, file: Path) -> dict[str, Result]:
     """The results by their check; the output has no traceback."""
     assert "Traceback" not in output.read_text()
-    return {row["check"]: Result(**row) for row in json.loads(file.read_text())["results"]}
+    return {result.name: result for result in from_json(file.read_text())}
 
 
 def test_two_hosts_meet_and_the_one_with_a_fault_is_named(make_config, tmp_path):
@@ -59,37 +59,38 @@ def test_two_hosts_meet_and_the_one_with_a_fault_is_named(make_config, tmp_path)
     assert [first.wait(), second.wait()] == [1, 1], first.output.read_text()
     rows = [Result(**row) for row in json.loads((tmp_path / "found.json").read_text())["results"]]
     # Other work on this machine may be a warning, and is no failure.
-    bad = [(row.host.partition(" ")[2], row.check) for row in rows if row.verdict == FAIL]
-    assert bad == [("(node 1)", "NCCL variables"), ("(node 1)", "equal variables")], first.output.read_text()
-    shared = [row.value for row in rows if row.check == "shared folder"]
+    bad = [(row.host.partition(" ")[2], row.name) for row in rows if row.status == FAIL]
+    # With two hosts, the variables of the first are the usual ones.
+    assert bad == [("(node 1)", "NCCL variables"), ("(node 1)", "equal hosts")], first.output.read_text()
+    assert next(row for row in rows if row.name == "equal hosts").status == PASS
+    shared = [row.value for row in rows if row.name == "shared folder"]
     assert len(shared) == 2 and all(value.endswith("2 of 2 hosts' files seen") for value in shared)
-    assert {"clock offset", "product sums", "pairs"} <= {row.check for row in rows if row.host.endswith("(node 1)")}
-    group = {row.check: row.verdict for row in rows if row.host == "all ranks"}
-    assert FAIL not in group.values() and {"all-reduce", "all-to-all sums", "small steps"} <= set(group)
+    checks = {"clock offset", "products", "pairs", "collectives", "small job", "inputs", "storage"}
+    for node in ("(node 0)", "(node 1)"):
+        assert checks <= {row.name for row in rows if row.host.endswith(node)}
     assert "(node 1), NCCL variables: unset it" in first.output.read_text()
-    assert "small steps" not in second.output.read_text()  # the first host shows the results
+    assert "small job" not in second.output.read_text()  # the first host shows the results
     assert list(tmp_path.glob(".preflight*")) == []
 
 
-def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_checked(make_config, tmp_path):
+def test_a_number_of_ranks_that_fits_no_config_trains_the_small_job_and_the_host_is_checked(make_config, tmp_path):
     (tmp_path / "run.toml").write_text(dump_config(make_config()))
     options = ["--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json")]
     started = start(preflight, "--nproc", "3", *options)
-    assert started.wait() == 1
+    assert started.wait() == 0, started.output.read_text()
     found = results(started.output, tmp_path / "found.json")
-    assert found["layout"].verdict == FAIL and "4 experts of a layer sharded over 3 ranks" in found["layout"].value
-    small = found["small steps"]
-    assert small.verdict == PASS and small.value.endswith("ranks: 3 = replicate 3")
+    small = found["small job"]
+    assert small.status == PASS and small.value.endswith("ranks: 3 = replicate 3")
 
 
-def test_the_error_of_a_rank_is_a_result_beside_what_was_found_before(tmp_path):
+def test_the_error_of_a_rank_is_a_result_next_to_earlier_results(tmp_path):
     options = ["--nproc", "2", "--json", str(tmp_path / "found.json")]
     started = start(preflight_with_broken_rank, *options)
     assert started.wait() == 1
     found = results(started.output, tmp_path / "found.json")
-    assert found["ranks"].verdict == FAIL and "ended with exit code 1" in found["ranks"].value
-    assert found["product sums"].verdict == found["all-to-all sums"].verdict == PASS
-    message = "error: rank 1 in small steps: NotImplementedError: uneven shards (test_preflight.py, line "
+    assert found["ranks"].status == FAIL and "ended with exit code 1" in found["ranks"].value
+    assert found["products"].status == found["collectives"].status == PASS
+    message = "error: rank 1: NotImplementedError: uneven shards, in small job"
     assert message in started.output.read_text()
 
 
@@ -98,5 +99,5 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path):
     started = start(preflight_with_rank_that_waits, *options)
     assert started.wait() == 1
     found = results(started.output, tmp_path / "found.json")
-    assert found["products"].verdict == FAIL and "Ranks 1 failed to pass monitoredBarrier" in found["products"].value
-    assert found["ranks"].verdict == FAIL and "all-reduce" not in found
+    assert found["products"].status == FAIL and "Ranks 1 failed to pass monitoredBarrier" in found["products"].value
+    assert found["ranks"].status == FAIL and "collectives" not in found

@@ -1,7 +1,6 @@
-"""The ranks of a preflight: values that they gather, and results for each of their hosts."""
+"""The ranks of a preflight: they meet, gather values, and know the table of peaks."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -11,28 +10,31 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.process import Process
 from glm46.engine.observe.peaks import Accelerator, find_accelerator
-from glm46.operate.cluster.results import Result, limited
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks of a preflight, and the hosts that they are on."""
+    """All ranks of a preflight, seen from one of them."""
 
     process: Process
     gloo: dist.ProcessGroup
     """Group for values that are gathered, apart from the collectives that are measured."""
+    local_ranks: int
+    """RankGroup of each host."""
     wait_seconds: float
     """Time that ranks wait for the slowest of them."""
     is_full: bool = False
-    hosts: Sequence[str] = ("",)
-    """Names of the hosts, in the order of their ranks."""
 
     @property
-    def local_ranks(self) -> int:
-        """Ranks of each host."""
-        return self.process.world_size // len(self.hosts)
+    def is_first_of_host(self) -> bool:
+        return self.process.rank % self.local_ranks == 0
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.process.world_size // self.local_ranks
 
     @property
     def is_gpu(self) -> bool:
@@ -52,23 +54,6 @@ class RankGroup:
         values = [value] * self.process.world_size
         dist.all_gather_object(values, value, group=self.gloo)
         return values
-
-    def by_host(self, values: Sequence[T]) -> list[tuple[str, Sequence[T]]]:
-        """Return the name of each host with the values of its ranks."""
-        count = self.local_ranks
-        return [(host, values[i * count : (i + 1) * count]) for i, host in enumerate(self.hosts)]
-
-    def judge_speeds(
-        self, check: str, speeds: Sequence[float], unit: str, min_speed: float, remedy: str
-    ) -> list[Result]:
-        """Return a result for each host from a speed of each rank."""
-        results = []
-        for number, (host, host_speeds) in enumerate(self.by_host(speeds)):
-            first_rank = number * self.local_ranks
-            slow = [f"rank {rank}: {v:.3g}" for rank, v in enumerate(host_speeds, first_rank) if v < min_speed]
-            value = f"{', '.join(slow) or f'{min(host_speeds):.3g} to {max(host_speeds):.3g}'} {unit}"
-            results.append(limited(check, not slow, value, f">= {min_speed:.3g} {unit}", remedy, host=host))
-        return results
 
     def accelerator(self) -> Accelerator | None:
         """Return the row of the table of peaks for this rank's GPU."""

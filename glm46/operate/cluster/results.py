@@ -1,158 +1,160 @@
-"""Results of checks, and how the checks of a host run: each has a deadline, and any error becomes a result."""
+"""Results of checks: the faults of one check, the result of each host, one table of all, and one line of JSON."""
 
-import subprocess
+import json
+import sys
 import textwrap
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import NamedTuple
 
-from glm46.config.errors import UserError
-from glm46.files.threads import in_thread
-from glm46.operate.estimate.machine import Machine
-from glm46.run.plan import Plan
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-_ERROR_LETTERS = 300
-_HOST_REMEDY = "look at this part of the host by hand; a process that waits for a disk shows as D in ps"
-_CHECK_REMEDY = "the check itself failed and says nothing about the host: report it with the output of --json"
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
 
 PASS = "PASS"
 SKIP = "SKIP"
 WARN = "WARN"
 FAIL = "FAIL"
-VERDICTS = (PASS, SKIP, WARN, FAIL)
-"""Verdicts from the best to the worst; the value of a SKIP is its reason."""
-ALL_RANKS = "all ranks"
+STATUSES = (PASS, SKIP, WARN, FAIL)
+"""From the best to the worst; the value of a SKIP is its reason."""
+_STYLES = {PASS: "green", SKIP: "default", WARN: "yellow", FAIL: "bold red"}
+STANDARD_OUTPUT = Path("-")
+"""Value of ``--json`` that prints the line."""
+EXIT_FAIL = 1
+"""Exit code of a preflight with a FAIL."""
+_ERROR_LETTERS = 300
+_LOG_COLUMNS = 150
 
 
 class Result(NamedTuple):
-    """The result of one check on one host, or on the group of all ranks."""
+    """The result of one check on one host."""
 
-    check: str
-    verdict: str
-    """One of `VERDICTS`."""
+    name: str
+    status: str
+    """One of `STATUSES`."""
     value: str
-    """Value that was measured or found."""
-    limit: str = ""
+    """Measured value."""
+    requirement: str = ""
     remedy: str = ""
-    host: str = ALL_RANKS
+    host: str = ""
 
 
-def limited(
-    check: str,
-    is_good: bool,
-    value: str,
-    limit: str,
-    remedy: str,
-    *,
-    otherwise: str = FAIL,
-    host: str = ALL_RANKS,
-) -> Result:
-    """Return a PASS, or ``otherwise`` with its remedy."""
-    if is_good:
-        return Result(check, PASS, value, limit, host=host)
-    return Result(check, otherwise, value, limit, remedy, host)
+class Defect(NamedTuple):
+    """A value that does not meet the requirement of a check."""
+
+    status: str
+    """WARN or FAIL."""
+    value: str
+    remedy: str
 
 
-def worst(results: Iterable[Result]) -> str:
-    """Return the worst verdict; a SKIP counts as a PASS."""
-    verdicts = {result.verdict for result in results}
-    return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)
+def judge(name: str, faults: Sequence[Defect], value: str, requirement: str) -> Result:
+    """Return a PASS with the value, or the worst status with the values and remedies of all faults."""
+    if not faults:
+        return Result(name, PASS, value, requirement)
+    values = "; ".join(fault.value for fault in faults)
+    remedies = "; ".join(dict.fromkeys(fault.remedy for fault in faults))
+    return Result(name, worst(faults), values, requirement, remedies)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The subject of the checks: this host as one node of a run, or without a plan as one node of a cluster."""
-
-    machine: Machine
-    processes: int
-    """Ranks of this host."""
-    plan: Plan | None = None
-    node: int = 0
-    nodes: int = 1
-    address: str = "localhost"
-    """Name or address of the first node."""
-    ports: Mapping[str, int] = field(default_factory=dict)
-    """Ports that the run listens on, on its first node, by the variable or key that sets them."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that change what libraries do."""
-    is_full: bool = False
-    root: Path = Path("/")
-    """Folder of /proc, /sys and /dev; tests pass their own."""
-
-    @property
-    def run(self) -> Plan:
-        """Plan, for checks of a run."""
-        assert self.plan is not None
-        return self.plan
-
-    @property
-    def has_gpu(self) -> bool:
-        return bool(self.machine.gpus)
-
-    def read(self, path: str) -> str | None:
-        """Return the stripped text of a file of the system; None if it cannot be read."""
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
-            return None
+def worst(results: Iterable[Result | Defect]) -> str:
+    """Return the worst status; a SKIP counts as a PASS."""
+    statuses = {result.status for result in results}
+    return next((status for status in (FAIL, WARN) if status in statuses), PASS)
 
 
-Check = Callable[[Subject], Iterable[Result]]
+def merge_ranks(hosts: Sequence[str], results: Sequence[Result | None]) -> list[Result]:
+    """Return the worst result of each host, with the value of each rank that has it.
+
+    Args:
+        hosts: host of each rank.
+        results: result of each rank; None from ranks that checked nothing.
+    """
+    merged = []
+    for host in dict.fromkeys(hosts):
+        answers = {rank: result for rank, result in enumerate(results) if result is not None and hosts[rank] == host}
+        bad = {rank: result for rank, result in answers.items() if result.status in (WARN, FAIL)}
+        result = max(answers.values(), key=lambda answer: STATUSES.index(answer.status))
+        if len({answer.value for answer in bad.values()}) > 1:
+            result = result._replace(value="; ".join(f"rank {rank}: {answer.value}" for rank, answer in bad.items()))
+        merged.append(result._replace(host=host))
+    return merged
 
 
-def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) -> list[Result]:
-    """Return the results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
-    results = []
-    for name, check in checks.items():
-        # A thread that continues if the check does not end: a call to storage that hangs cannot be interrupted.
-        ended = in_thread(partial(_results_of, check, subject))
-        if wait([ended], seconds).not_done:
-            value = f"no answer within {seconds:.0f} s"
-            results.append(Result(name, FAIL, value, f"{seconds:.0f} s", _HOST_REMEDY))
-        elif (error := ended.exception()) is None:
-            results += ended.result()
-        elif isinstance(error, UserError):
-            results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
-        else:
-            remedy = _HOST_REMEDY if isinstance(error, (OSError, ValueError)) else _CHECK_REMEDY
-            results.append(Result(name, FAIL, describe_error(error), "an answer", remedy))
-    return results
-
-
-def _results_of(check: Check, subject: Subject) -> list[Result]:
-    return list(check(subject))
+def run_check(name: str, check: Callable[[], Result]) -> Result:
+    """Return the result of a check; its error is a FAIL."""
+    try:
+        return check()
+    except (OSError, ValueError, RuntimeError, UserError, SubprocessError) as error:
+        remedy = "look at this part of the host by hand; if it is well, report the error with the output of --json"
+        return Result(name, FAIL, describe_error(error), "an answer", remedy)
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error on one line by type and message, and by its place in the code unless the message is enough."""
-    text = textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_LETTERS)
-    if isinstance(error, (OSError, UserError)):
-        return text
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{text} ({Path(place.filename).name}, line {place.lineno})"
+    """Describe an error on one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_LETTERS)
 
 
-def run_program(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
-    """Run a program, and return its end with all its output; None if it is not installed.
+def show_results(results: Sequence[Result], seconds: float, json_file: Path | None) -> int:
+    """Print all results, or write them to a file, too; return the exit code."""
+    if json_file == STANDARD_OUTPUT:
+        print(as_json(results, seconds), flush=True)
+    else:
+        if json_file is not None:
+            json_file.write_text(as_json(results, seconds) + "\n")
+        width = None if sys.stdout.isatty() else _LOG_COLUMNS
+        print_table(results, seconds, Console(highlight=False, width=width))
+    return EXIT_FAIL if worst(results) == FAIL else 0
 
-    Raises:
-        TimeoutError: it did not end in time, and was killed.
-    """
-    try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-            text=True,
-            errors="replace",
-        )
-    except FileNotFoundError:
-        return None
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"{command[0]} did not answer within {seconds:.0f} s") from error
+
+def as_json(results: Sequence[Result], seconds: float) -> str:
+    """Return all results as one line of JSON."""
+    rows = [result._asdict() for result in results]
+    return json.dumps({"preflight": worst(results), "seconds": round(seconds, 1), "results": rows})
+
+
+def write_results(file: Path, results: Sequence[Result]) -> None:
+    """Replace a file of results, whose reader sees all of the old or all of the new ones."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(as_json(results, 0.0))
+    draft.replace(file)
+
+
+def from_json(line: str) -> list[Result]:
+    """Return the results in a line of `as_json`."""
+    return [Result(**row) for row in json.loads(line)["results"]]
+
+
+def print_table(results: Sequence[Result], seconds: float, console: Console) -> None:
+    """Print the checks in order, one row for all hosts on which a check has no fault; then the remedies."""
+    table = Table("check", "status", "host", "measured", "required", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+    for result in _rows(results):
+        name, host, value, requirement = map(escape, (result.name, result.host, result.value, result.requirement))
+        table.add_row(name, f"[{_STYLES[result.status]}]{result.status}[/]", host, value, requirement)
+    console.print(table)
+    for result in results:
+        if result.status in (WARN, FAIL):
+            line = f"{result.status} {result.host}, {result.name}: {result.remedy}"
+            console.print(escape(line), soft_wrap=True)
+    hosts = {result.host for result in results}
+    counts = ", ".join(f"{sum(r.status == status for r in results)} {status}" for status in STATUSES)
+    console.print(f"{worst(results)}: {counted(len(hosts), 'host')}, {counts}, {seconds:.0f} s")
+
+
+def _rows(results: Sequence[Result]) -> list[Result]:
+    """Merge the results of each check that have no fault, and order the rows by check."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.name, result.host if result.status in (WARN, FAIL) else ""), []).append(result)
+    order = list(dict.fromkeys(result.name for result in results))
+    rows = [
+        group[0]._replace(host=group[0].host if len(group) == 1 else counted(len(group), "host"))
+        for group in groups.values()
+    ]
+    return sorted(rows, key=lambda row: order.index(row.name))

@@ -1,34 +1,66 @@
-"""Checks of the folders of a run: rights, speed, free space."""
+"""Checks of the files of a run: speed and space of its folders, shared folders, tokenizer, data and weights."""
 
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-from glm46.config.optimizer import state_folder_message
-from glm46.files.durable import sync_folder
-from glm46.files.local_disk import local_disk_fault
-from glm46.operate.cluster.results import FAIL, WARN, Result, Subject, limited
+from glm46.config.errors import UserError
+from glm46.engine.training.origin import refuse_origin
+from glm46.operate.cluster.rank_group import RankGroup
+from glm46.operate.cluster.results import FAIL, WARN, Defect, Result, describe_error, judge
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
+from glm46.storage.checkpoint.integrity import check_hash, published_steps, quick_faults, records_of, step_folder
+from glm46.storage.data.manifest import load_manifest
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.weights.start_folders import refuse_weights
 
-_GB = 10**9
-_GIB = 2**30
-CHUNK_BYTES = 8 * 2**20
-_QUICK_BYTES = 32 * 2**20
-_FULL_BYTES = 2**30
+_CHUNK_BYTES = 8 * 2**20
+_PROBE_BYTES = {False: 32 * 2**20, True: 2**30}
+"""Bytes that a host writes to measure a folder; the key is True for a full preflight."""
 _SAVE_SECONDS = 300
 """A save that takes longer loses more of a large run than failures do."""
-_SYNC_SECONDS = 1.0
 _CHECKPOINTS = 3
 """Minimum number of saves that must fit: one kept, one being written, and one to spare."""
-_INODES = 10_000
-STATES_SECONDS = 60
-"""Time to read and write the optimizer states of a host, once in each step: as long as a step of a large run. The
-guide's 7 GB/s is the peak of reading from one drive, and does not depend on the run."""
+_STATES_SECONDS = 60
+"""Time to read and write the optimizer states of a host, once in each step: as long as a step of a large run."""
+_STATES_KEY = "optimizer.state_offload_folder"
+
+
+def storage(ranks: RankGroup, plan: Plan) -> Result:
+    """Check the space for checkpoints, and the speed at which all ranks at once write the folders of the run.
+    Collective."""
+    count = max(plan.config.checkpoint.keep_latest_k + 1, _CHECKPOINTS)
+    size = checkpoint_size(plan).total if plan.config.checkpoint.enable else 0
+    # Each step reads and writes the states of all ranks of a host.
+    states = 2 * largest_stage(stage_memory(plan)).disk * ranks.local_ranks
+    least_of_folders = size / _SAVE_SECONDS / ranks.hosts / 1e9
+    place = existing(plan.config.checkpoint_folder)
+    free = shutil.disk_usage(place).free
+    values = [f"{place}: {free / 2**30:,.2f} GiB free"]
+    faults = []
+    if free < count * size:
+        remedy = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep_latest_k"
+        faults.append(Defect(FAIL, values[0], remedy))
+    for key, folder in run_folders(plan).items():
+        least = states / _STATES_SECONDS / 1e9 if key == _STATES_KEY else least_of_folders
+        ranks.meet()
+        try:
+            size_of_rank = _PROBE_BYTES[ranks.is_full] // ranks.local_ranks
+            speed = ranks.local_ranks * write_speed(existing(folder), size_of_rank)
+        except OSError as error:
+            remedy = "free space, chown or mount it writable, or set another folder"
+            faults.append(Defect(FAIL, f"{key}: {describe_error(error)}", remedy))
+            continue
+        values.append(f"{key}: {speed:.2f} GB/s")
+        if speed < least:
+            remedy = f"checkpoints or steps wait for it; look at the load of {folder}, or set another folder"
+            faults.append(Defect(WARN, f"{values[-1]} < {least:.2f} GB/s", remedy))
+    requirement = f">= {count * size / 2**30:,.2f} GiB, {count} checkpoints; >= {least_of_folders:.2f} GB/s"
+    return judge("storage", faults, ", ".join(values), requirement)
 
 
 def run_folders(plan: Plan) -> dict[str, Path]:
@@ -38,7 +70,7 @@ def run_folders(plan: Plan) -> dict[str, Path]:
     if config.checkpoint.node_local_folder:
         folders["checkpoint.node_local_folder"] = Path(config.checkpoint.node_local_folder)
     if config.optimizer.state_offload == "nvme":
-        folders["optimizer.state_offload_folder"] = Path(config.optimizer.state_offload_folder or "")
+        folders[_STATES_KEY] = Path(config.optimizer.state_offload_folder or "")
     return folders
 
 
@@ -47,114 +79,74 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def writing(subject: Subject) -> Iterator[Result]:
-    """Check that each folder can be written, renamed in and synced, and whether a checkpoint can be written in time."""
-    plan = subject.plan
-    folders = run_folders(plan) if plan else {"current folder": Path.cwd()}
-    gb_per_second = 0.0
-    if plan is not None and plan.config.checkpoint.enable:
-        gb_per_second = checkpoint_size(plan).total / _SAVE_SECONDS / subject.nodes / _GB
-    for key, folder in folders.items():
-        # The ranks measure this one, all at once, as they write their states.
-        needed = 0.0 if key == "optimizer.state_offload_folder" else gb_per_second
-        yield from probe_folder(key, folder, needed, probe_size(is_full=subject.is_full))
-
-
-def probe_size(*, is_full: bool) -> int:
-    """Return the bytes to write for a measurement."""
-    return _FULL_BYTES if is_full else _QUICK_BYTES
-
-
-def probe_folder(key: str, folder: Path, gb_per_second: float, size: int) -> Iterator[Result]:
-    """Return the results for one folder; the files written for it are removed.
-
-    Args:
-        gb_per_second: minimum speed of writing, synced.
-        size: bytes to write, a multiple of 8 MiB.
-    """
-    place = existing(folder)
-    if not os.access(place, os.W_OK | os.X_OK):
-        yield Result(key, FAIL, f"{place} cannot be written", "writable", "chown the folder, or set another one")
-        return
-    draft = place / f".preflight-{uuid.uuid4().hex}"
-    final = draft.with_suffix(".done")
-    chunk = os.urandom(CHUNK_BYTES)
-    try:
-        seconds = write_synced(draft, chunk, size)
-        began = time.monotonic()
-        draft.rename(final)
-        sync_folder(place)
-        renamed = time.monotonic() - began
-        is_intact = _holds(final, chunk)
-    except OSError as error:
-        remedy = "free space, mount it writable, or set another folder"
-        yield Result(key, FAIL, f"{place}: {error.strerror}", "writable", remedy)
-        return
-    finally:
-        draft.unlink(missing_ok=True)
-        final.unlink(missing_ok=True)
-    speed = size / seconds / _GB
-    remedy = f"a checkpoint waits for it; look at the load of {place}, or set another folder"
-    value = f"{place}: {speed:.2f} GB/s written and synced"
-    limit = f">= {gb_per_second:.2f} GB/s" if gb_per_second else "writable"
-    yield limited(key, speed >= gb_per_second, value, limit, remedy, otherwise=WARN)
-    remedy = "the server of the file system is slow: a save syncs hundreds of files"
-    limit = f"<= {_SYNC_SECONDS:.0f} s"
-    yield limited(f"{key}: sync", renamed <= _SYNC_SECONDS, f"{renamed:.3f} s", limit, remedy, otherwise=WARN)
-    if not is_intact:
-        value = f"{place}: other bytes are read than were written"
-        yield Result(key, FAIL, value, "equal", "ISOLATE the host, replace the disk")
-
-
-def write_synced(path: Path, chunk: bytes, size: int) -> float:
-    """Write a new file of whole chunks, and sync it; return the seconds."""
+def write_speed(folder: Path, size: int) -> float:
+    """Return the GB/s at which whole chunks are written to a new file and synced; the file is removed."""
+    path = folder / f".preflight-{uuid.uuid4().hex}"
+    chunk = os.urandom(_CHUNK_BYTES)
+    count = max(size // _CHUNK_BYTES, 1)
     began = time.monotonic()
-    with path.open("xb") as file:
-        for _ in range(size // len(chunk)):
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return max(time.monotonic() - began, 1e-6)
+    try:
+        with path.open("xb") as file:
+            for _ in range(count):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        return count * _CHUNK_BYTES / (time.monotonic() - began) / 1e9
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def _holds(path: Path, chunk: bytes) -> bool:
-    with path.open("rb") as file:
-        return all(part == chunk for part in iter(lambda: file.read(len(chunk)), b""))
+def shared_folder(ranks: RankGroup, plan: Plan) -> Result:
+    """Check that each host sees the files that the others write into the dump folder. Collective."""
+    folder = existing(Path(plan.config.job.dump_folder))
+    probe = folder / f".preflight-{uuid.uuid4().hex}"
+    error = ""
+    try:
+        if ranks.is_first_of_host:
+            probe.write_text("here")
+    except OSError as reason:
+        error = f"; {describe_error(reason)}"  # the ranks continue with the other checks
+    try:
+        written = [name for name in ranks.gather(probe.name if ranks.is_first_of_host else "") if name]
+        seen = sum((folder / name).is_file() for name in written)
+        ranks.meet()
+    finally:
+        if ranks.is_first_of_host and not error:
+            probe.unlink(missing_ok=True)
+    value = f"{folder}: {seen} of {len(written)} hosts' files seen{error}"
+    remedy = "mount the same storage at this path on all hosts"
+    faults = [Defect(FAIL, value, remedy)] if seen < len(written) else []
+    return judge("shared folder", faults, value, "all")
 
 
-def free_space(subject: Subject) -> Iterator[Result]:
-    """Check that the run's checkpoints fit, by the planner's size of a checkpoint."""
-    plan = subject.plan
-    if plan is None:
-        return
+def inputs(ranks: RankGroup, plan: Plan) -> Result | None:
+    """Check that the first rank of a host can read the tokenizer, the shards of each source, and the weights to start
+    from. A full preflight hashes all of them."""
+    if not ranks.is_first_of_host:
+        return None
     config = plan.config
-    if config.checkpoint.enable:
-        count = max(config.checkpoint.keep_latest_k + 1, _CHECKPOINTS)
-        needed = count * checkpoint_size(plan).total
-        place = existing(config.checkpoint_folder)
-        free = shutil.disk_usage(place).free
-        inodes = os.statvfs(place)
-        limit = f">= {needed / _GIB:,.2f} GiB, {count} checkpoints"
-        remedy = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep_latest_k"
-        yield limited("space for checkpoints", free >= needed, f"{place}: {free / _GIB:,.2f} GiB", limit, remedy)
-        if inodes.f_files:  # some file systems count none
-            value = f"{inodes.f_favail:,} files can be made"
-            yield limited("inodes", inodes.f_favail >= _INODES, value, f">= {_INODES:,}", "remove small files")
-    if config.optimizer.state_offload == "nvme":
-        folder = Path(config.optimizer.state_offload_folder or "")
-        fault = local_disk_fault(folder)
-        needed = state_bytes(plan) * subject.processes
-        if fault is None and shutil.disk_usage(folder).free < needed:
-            fault = f"optimizer states need {needed / _GIB:,.2f} GiB"
-        message = fault and state_folder_message(folder, fault)
-        limit = f"local, {needed / _GIB:,.2f} GiB free"
-        remedy = "set another folder on a local disk"
-        yield limited("space for optimizer states", fault is None, message or str(folder), limit, remedy)
-
-
-def state_bytes(plan: Plan) -> float:
-    """Return the bytes of optimizer states that a rank keeps on its local disk."""
-    return largest_stage(stage_memory(plan)).disk
-
-
-STORAGE_CHECKS = {"folders": writing, "space for checkpoints": free_space}
+    faults: list[str] = []
+    tokens = 0
+    try:
+        refuse_origin(config)
+        refuse_weights(config)
+        tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
+        for source in config.data.sources:
+            if not Path(source.path).exists() and source.recipe is not None:
+                continue  # the start of the run prepares it, on storage that all nodes see
+            manifest = load_manifest(Path(source.path), full=True if ranks.is_full else None)
+            manifest.require_tokenizer(tokenizer.fingerprint)
+            tokens += sum(split.tokens for split in manifest.splits.values())
+    except UserError as error:
+        faults += error.faults
+    steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []
+    if steps:
+        folder = step_folder(config.checkpoint_folder, steps[-1])
+        body, checkpoint_faults = quick_faults(folder, steps[-1])
+        faults += checkpoint_faults
+        records = records_of(body) if body is not None and ranks.is_full else {}
+        faults += [fault for name, record in records.items() for fault in check_hash(folder / name, record)]
+    start = f"checkpoint of step {steps[-1]}" if steps else config.checkpoint.initial_load_path or "new weights"
+    remedy = "mount the files here, prepare the data again, or correct the key; python -m glm46 checkpoint verify"
+    listed = [Defect(FAIL, fault, remedy) for fault in faults]
+    return judge("inputs", listed, f"{tokens:,} tokens of prepared text, {start}", "readable and whole")

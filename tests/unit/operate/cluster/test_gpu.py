@@ -1,11 +1,13 @@
 """Checks of GPUs, on answers of nvidia-smi of drivers R535 to R580, shortened to the fields that count."""
 
 import re
+import subprocess
 
 import pytest
 
-from glm46.operate.cluster.gpu import judge_gpus, judge_nvlink
-from glm46.operate.cluster.results import FAIL, PASS, WARN
+from glm46.operate.cluster import gpu
+from glm46.operate.cluster.gpu import judge_gpus
+from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN
 
 GPU = """
 <gpu id="00000000:19:00.0"><product_name>NVIDIA H100 80GB HBM3</product_name>
@@ -25,59 +27,77 @@ GPU = """
 </remapped_rows><temperature><gpu_temp>31 C</gpu_temp></temperature>
 <gpu_recovery_action>None</gpu_recovery_action></gpu>
 """
-NVLINK = "GPU {}: NVIDIA H100 80GB HBM3 (UUID: GPU-aa)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"
 
 
 def answer(second: str = GPU) -> str:
     return f"<nvidia_smi_log><driver_version>580.105.08</driver_version>{GPU}{second}</nvidia_smi_log>"
 
 
-def test_a_healthy_host_passes_every_check():
-    assert {result.verdict for result in judge_gpus(answer(), 2)} == {PASS}
+def test_a_healthy_host_passes():
+    result = judge_gpus(answer(), 2)
+    assert result.status == PASS and result.value == "2 x NVIDIA H100 80GB HBM3"
 
 
-@pytest.mark.parametrize(("good", "bad", "check", "verdict", "shown"), [
-    ("<current_ecc>Enabled", "<current_ecc>Disabled", "GPU ECC", WARN, "Disabled"),
-    ("<dram_uncorrectable>0", "<dram_uncorrectable>2", "GPU memory errors", FAIL, "dram_uncorrectable 2"),
-    ("row_pending>No", "row_pending>Yes", "GPU remapped rows", FAIL, "pending"),
-    ("row_failure>No", "row_failure>Yes", "GPU remapped rows", FAIL, "failure"),
-    ("<current_mig>Disabled", "<current_mig>Enabled", "GPU MIG", FAIL, "Enabled"),
-    ("persistence_mode>Enabled", "persistence_mode>Disabled", "GPU persistence", WARN, "Disabled"),
-    ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", "GPU throttling", FAIL, "hw_thermal_slowdown"),
-    ("<gpu_temp>31 C", "<gpu_temp>71 C", "GPU temperature", FAIL, "71 C"),
-    ("<used>4 MiB", "<used>60000 MiB", "GPU memory in use", FAIL, "60000 MiB"),
-    ("<current_link_width>16x", "<current_link_width>8x", "GPU link width", FAIL, "x8 of x16"),
-    ("<gpu_recovery_action>None", "<gpu_recovery_action>GPU Reset", "GPU recovery", FAIL, "GPU Reset"),
-])  # fmt: skip
-def test_a_fault_of_the_second_gpu_is_named(good, bad, check, verdict, shown):
+FAULTS = [
+    ("<current_ecc>Enabled", "<current_ecc>Disabled", WARN, "ECC: Disabled"),
+    ("<dram_uncorrectable>0", "<dram_uncorrectable>2", FAIL, "dram_uncorrectable: 2"),
+    ("row_pending>No", "row_pending>Yes", FAIL, "remap pending: Yes"),
+    ("row_failure>No", "row_failure>Yes", FAIL, "remap failed: Yes"),
+    ("<current_mig>Disabled", "<current_mig>Enabled", FAIL, "MIG: Enabled"),
+    ("persistence_mode>Enabled", "persistence_mode>Disabled", WARN, "persistence: Disabled"),
+    ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", FAIL, "throttled: hw_thermal_slowdown"),
+    ("<gpu_temp>31 C", "<gpu_temp>71 C", FAIL, "temperature in C without load: 71 > 55"),
+    ("<used>4 MiB", "<used>60000 MiB", FAIL, "memory in use in MiB: 60000 > 1024"),
+    ("<current_link_width>16x", "<current_link_width>8x", FAIL, "PCIe link: x8 of x16"),
+    ("<gpu_recovery_action>None", "<gpu_recovery_action>GPU Reset", FAIL, "recovery action: GPU Reset"),
+]
+SETTINGS = ("MIG", "persistence", "temperature", "memory in use")
+
+
+@pytest.mark.parametrize(("good", "bad", "status", "shown"), FAULTS, ids=[row[3] for row in FAULTS])
+def test_a_fault_of_the_second_gpu_is_named(good, bad, status, shown):
     assert good in GPU
-    found = [result for result in judge_gpus(answer(GPU.replace(good, bad)), 2) if result.verdict != PASS]
-    assert [(result.check, result.verdict) for result in found] == [(check, verdict)]
-    assert found[0].value == f"GPU 1: {shown}" and found[0].remedy
-    of_settings = ("GPU MIG", "GPU persistence", "GPU temperature", "GPU memory in use")
-    assert bool(re.search("RESET|REBOOT|ISOLATE", found[0].remedy)) == (check not in of_settings)
+    result = judge_gpus(answer(GPU.replace(good, bad)), 2)
+    assert (result.status, result.value) == (status, f"GPU 1: {shown}")
+    assert result.remedy and bool(re.search("RESET|REBOOT|ISOLATE", result.remedy)) != shown.startswith(SETTINGS)
+
+
+def test_faults_of_several_gpus_are_one_result_with_the_worst_status():
+    bad = GPU.replace("persistence_mode>Enabled", "persistence_mode>Disabled")
+    worse = GPU.replace("row_pending>No", "row_pending>Yes")
+    result = judge_gpus(f"<nvidia_smi_log>{bad}{worse}</nvidia_smi_log>", 2)
+    assert result.status == FAIL and result.value == "GPU 0: persistence: Disabled; GPU 1: remap pending: Yes"
+    assert result.remedy == "start nvidia-persistenced; RESET the GPU"
 
 
 def test_reasons_of_throttling_under_their_older_names():
     older = GPU.replace("event_reason", "throttle_reason").replace("hw_slowdown>Not Active", "hw_slowdown>Active")
-    assert [r.check for r in judge_gpus(answer(older), 2) if r.verdict == FAIL] == ["GPU throttling"]
+    assert judge_gpus(answer(older), 2).value == "GPU 1: throttled: hw_slowdown"
 
 
 def test_a_missing_gpu_and_fields_that_a_driver_does_not_have():
-    found = {result.check: result for result in judge_gpus(f"<nvidia_smi_log>{GPU}</nvidia_smi_log>", 8)}
-    assert found["GPU count"].verdict == FAIL and "1 x NVIDIA H100" in found["GPU count"].value
+    missing = judge_gpus(f"<nvidia_smi_log>{GPU}</nvidia_smi_log>", 8)
+    assert missing.status == FAIL and "1 x NVIDIA H100" in missing.value
     bare = (
         "<nvidia_smi_log><gpu><product_name>T</product_name><mig_mode><current_mig>N/A</current_mig></mig_mode></gpu>"
     )
-    assert {result.verdict for result in judge_gpus(f"{bare}</nvidia_smi_log>", 1)} == {PASS}
+    assert judge_gpus(f"{bare}</nvidia_smi_log>", 1).status == PASS
     with pytest.raises(ValueError, match="nvidia-smi"):
-        list(judge_gpus("Failed to initialize NVML", 1))
+        judge_gpus("Failed to initialize NVML", 1)
 
 
-def test_nvlinks_that_are_down_or_missing():
-    up, down = (NVLINK.format(number, speed) for number, speed in ((0, "26.562 GB/s"), (1, "<inactive>")))
-    assert judge_nvlink(up + up.replace("GPU 0", "GPU 1")).verdict == PASS
-    found = judge_nvlink(up + down)
-    assert found.verdict == FAIL and found.value == "GPU 1: 1 of 2 down"
-    fewer = up.replace("GPU 0", "GPU 1").replace("\t Link 1: 26.562 GB/s\n", "")
-    assert judge_nvlink(up + fewer).value == "GPU 1: 1 links"
+def test_a_host_without_nvidia_smi_and_one_whose_driver_fails(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "_DRIVER", tmp_path / "version")
+    assert gpu.gpus(1).status == SKIP
+    (tmp_path / "version").touch()
+    assert gpu.gpus(1).status == FAIL
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho Unable to determine the device handle; exit 15\n")
+    program.chmod(0o755)
+    result = gpu.gpus(1)
+    assert result.status == FAIL and "exit code 15: Unable" in result.value
+    program.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    monkeypatch.setattr(gpu, "_SECONDS", 0.1)
+    with pytest.raises(subprocess.TimeoutExpired, match="nvidia-smi"):
+        gpu.gpus(1)

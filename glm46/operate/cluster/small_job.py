@@ -1,4 +1,4 @@
-"""A few optimizer steps of a small model on all ranks, by the engine that trains large ones."""
+"""A small job: a few optimizer steps of a small model on all ranks, by the engine that trains large ones."""
 
 import math
 from itertools import pairwise
@@ -14,7 +14,7 @@ from glm46.engine.training.network import build_network
 from glm46.engine.training.rank_sums import sum_on_host
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
-from glm46.operate.cluster.results import Result, limited
+from glm46.operate.cluster.results import FAIL, Defect, Result, judge
 from glm46.operate.estimate.plan_sizes import describe_layout
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.data.batches import Batch
@@ -67,26 +67,26 @@ class _SmallTask:
         self.objectives = {"model": NextToken(network)}
 
 
-def small_steps(plan: Plan, process: Process) -> list[Result]:
+def small_job(plan: Plan, process: Process) -> Result:
     """Train steps on one batch of random tokens, the same on all ranks: losses must be finite and fall. Collective."""
     task: Any = _SmallTask(plan, process)
     batch = _batch(plan)
     losses = []
-    faults = []
+    skips = set()
     for step in range(_STEPS):
         totals = sum_on_host(count_step(task, [batch])).divided_by(plan.layout.non_dp_degree)
         outcome = train_step(task, [batch], totals, clock=step * totals.real, lr_factor=1.0)
         losses.append(outcome.main.objective["loss"].item() / max(totals.main["targets"], 1))
         if outcome.fault is not None:  # the step was skipped, and its weights did not change
-            faults.append(outcome.fault)
+            skips.add(outcome.fault)
     expected = math.log(plan.shape.vocab_size)
     is_near_expected = abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
     is_falling = all(later < earlier for earlier, later in pairwise(losses))  # false if a loss is NaN
-    is_good = is_near_expected and is_falling and not faults
-    value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {describe_layout(plan.layout)}"
-    value += "".join(f"; {fault}" for fault in sorted(set(faults)))
-    remedy = "products and collectives above say which part is wrong; else report it with the output of --json"
-    return [limited("small steps", is_good, value, f"near {expected:.2f} at first, then falling", remedy)]
+    losses_text = ", ".join(f"{loss:.4f}" for loss in losses)
+    value = "; ".join([f"losses {losses_text}", f"ranks: {describe_layout(plan.layout)}", *sorted(skips)])
+    remedy = "products and collectives above show which part is wrong; else report it with the output of --json"
+    faults = [] if is_near_expected and is_falling and not skips else [Defect(FAIL, value, remedy)]
+    return judge("small job", faults, value, f"near {expected:.2f} at first, then falling")
 
 
 def _batch(plan: Plan) -> Batch:
