@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from glm46.compute.distributed.environment import variables_that_are_set
@@ -20,12 +19,12 @@ from glm46.engine.reliability.run_lock import refuse_unwritable, writing
 from glm46.operate.cluster.setup import (
     ANSWER,
     ON_HOST,
+    address_of,
     check_hosts,
     cluster_files,
     find_hosts,
     host_state,
     make_folders,
-    place_of_address,
 )
 from glm46.operate.launch.hostfile import Host, refuse_hosts
 from glm46.operate.launch.nodes import LAST_PORT, VARIABLES
@@ -43,14 +42,14 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         UserError: values are wrong, or hosts cannot train; nothing was changed.
     """
     if len(argv) == 2 and argv[0] == ON_HOST:
-        print(ANSWER + json.dumps(host_state(Path(argv[1]))._asdict()))
+        print(ANSWER + json.dumps(host_state(Path(argv[1]))))
         return 0
     arguments = _parser().parse_args(argv)
     hosts = _checked_hosts(arguments)
     connection = "srun" if arguments.type == "slurm" and "SLURM_JOB_ID" in variables_that_are_set(VARIABLES) else "ssh"
     states = check_hosts(hosts, connection, arguments)
     for host, state in zip(hosts, states, strict=True):
-        print(f"{host.name}: {state.versions}, driver {state.driver}, {state.gpus} GPUs, {state.network}")
+        print(f"{host.name}: {state['versions']}, {state['gpus']} GPUs, {state['network']}")
     output = arguments.output
     files = cluster_files(arguments, hosts, states)
     make_folders(hosts, connection, arguments.nvme_path)
@@ -112,17 +111,16 @@ def _checked_hosts(arguments: argparse.Namespace) -> list[Host]:
         faults.append(
             f"--nodes {arguments.nodes}: {source} has {counted(len(hosts), 'host')}; add hosts, or state at most that"
         )
-    names = [host.name for host in hosts]
-    place = place_of_address(master, names)
-    if place is None:
-        shown = ", ".join(names[:4])
-        faults.append(f"--master-addr {master}: names none of the hosts in {source}; state one of {shown}")
+    addresses = [address_of(host.name) for host in hosts]
+    if address_of(master) in addresses:
+        hosts.insert(0, hosts.pop(addresses.index(address_of(master))))
     else:
-        hosts.insert(0, hosts.pop(place))
+        shown = ", ".join(host.name for host in hosts[:4])
+        faults.append(f"--master-addr {master}: names none of the hosts in {source}; state one of {shown}")
     try:
         if not faults:
             load_config(arguments.config, (), world_size=arguments.nodes * arguments.gpus_per_node)
     except UserError as error:
         faults += error.faults
     raise_if(faults)
-    return [replace(host, slots=arguments.gpus_per_node) for host in hosts[: arguments.nodes]]
+    return hosts[: arguments.nodes]

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import glm46
 from glm46.compute.distributed.environment import variables_that_are_set, variables_that_begin, visible_gpus
@@ -30,20 +29,27 @@ ON_HOST = "--on-host"
 """First word of the command on each host, before the folder on its local disk."""
 ANSWER = "glm46-host: "
 """Start of the line with a host's answer; a login may print other lines."""
-
-
-class HostState(NamedTuple):
-    """State of one host of a new cluster."""
-
-    versions: str
-    driver: str
-    gpus: int
-    cores: int
-    network: str
-    interface: str
-    """Interface of the default route; empty if the host has no default route."""
-    nvme: str
-    """Reason why this user cannot make or use the local folder; empty if the user can."""
+_ENVIRONMENT = """\
+# Sourced by launch.sh and the job script. NCCL finds everything else by itself: docs/nccl.md.
+{sockets}# launch.sh adds MASTER_ADDR. A job gets other nodes each time, and takes the first of them.
+export MASTER_PORT={port}
+export CONFIG_FILE={config}
+export NGPU={gpus}
+# States of the optimizer that do not fit: --optimizer.state_offload_folder $GLM46_NVME
+export GLM46_NVME={nvme}
+"""
+_SOCKETS = """\
+# No InfiniBand; all hosts have their default route on {interface}.
+export NCCL_SOCKET_IFNAME=={interface}
+export GLOO_SOCKET_IFNAME={interface}
+"""
+_LAUNCH = """#!/usr/bin/env bash
+# Trains on all hosts of the hostfile from here, over ssh.
+cd {root} || exit 2
+. {output}/setup_env.sh
+export MASTER_ADDR={master}
+HOSTFILE={output}/hostfile exec ./run_train.sh --max-restarts 100 "$@"
+"""
 
 
 def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
@@ -63,26 +69,20 @@ def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
         source = Path(variables["PBS_NODEFILE"])
         names = pbs_hosts(variables["PBS_NODEFILE"], "give --hostfile")
     else:
-        inside = {"slurm": ", or start it in an allocation: salloc", "pbs": ", or start it in a job: qsub -I"}
-        remedy = f"state a file, NAME slots=N on each line{inside.get(arguments.type, '')}"
+        remedy = "state a file, NAME slots=N on each line, or start it in a job: salloc, qsub -I"
         raise UserError(f"--hostfile: not given, so no host is known; {remedy}")
     return source, [Host(line, name) for line, name in enumerate(names, 1)]
 
 
-def place_of_address(master: str, names: Sequence[str]) -> int | None:
-    """Return the index of the host that has the name or address of the master; None if no host has it."""
-
-    def address(name: str) -> str:
-        with suppress(OSError):
-            return socket.gethostbyname(name)
-        return name
-
-    addresses = [address(name) for name in names]
-    return addresses.index(address(master)) if address(master) in addresses else None
+def address_of(name: str) -> str:
+    """Return the address of a host; its name if it is unknown."""
+    with suppress(OSError):
+        return socket.gethostbyname(name)
+    return name
 
 
-def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Namespace) -> list[HostState]:
-    """Return the state of each host, requested from all at once.
+def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Namespace) -> list[dict]:
+    """Return the state of each host (see `host_state`), requested from all at once.
 
     Args:
         connection: "ssh", or "srun" in an allocation of Slurm.
@@ -91,30 +91,26 @@ def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Name
         UserError: all faults that keep hosts from training.
     """
     words = module_words(variables_that_begin("PYTHONPATH"), ["setup-cluster", ON_HOST, str(arguments.nvme_path)])
-    states: list[HostState] = []
-    faults = []
     commands = [in_this_folder(words)] * len(hosts)
+    states: list[dict] = []
+    faults = []
     for host, answer in zip(hosts, run_on_hosts(hosts, commands, _HOST_SECONDS, connection), strict=True):
         lines = [line.partition(ANSWER)[2] for line in answer.output.splitlines() if ANSWER in line]
         if not lines:
-            remedy = f"`{reach_command(host, connection)}` must succeed without a question"
-            if "ermission denied" in answer.reason():
-                remedy += f": ssh-keygen -t ed25519, if you have no key, then ssh-copy-id {host.login}"
+            remedy = f"`{reach_command(host, connection)}` must succeed without a question (ssh-keygen, ssh-copy-id)"
             remedy += f", and this folder and {sys.executable} must be there"
             faults.append(f"{host.name}: {answer.reason()}; {remedy}")
             continue
-        state = HostState(**json.loads(lines[-1]))
+        state = json.loads(lines[-1])
         states.append(state)
-        for value, first in ((state.versions, states[0].versions), (state.driver, states[0].driver)):
-            if value != first:
-                faults.append(f"{host.name}: has {value}, the first host {first}; install the same on all")
-        if state.driver != "none" and state.gpus != arguments.gpus_per_node:
-            faults.append(
-                f"--gpus-per-node {arguments.gpus_per_node}: {host.name} has {state.gpus}; state that, or look at "
-                "its dmesg"
-            )
-        if state.nvme:
-            faults.append(f"--nvme-path {arguments.nvme_path}: {host.name}: {state.nvme}")
+        if state["versions"] != states[0]["versions"]:
+            versions = f"has {state['versions']}, the first host {states[0]['versions']}"
+            faults.append(f"{host.name}: {versions}; install the same on all")
+        if state["gpus"] not in (0, arguments.gpus_per_node):
+            remedy = "state that, or look at its dmesg"
+            faults.append(f"--gpus-per-node {arguments.gpus_per_node}: {host.name} has {state['gpus']}; {remedy}")
+        if state["nvme"]:
+            faults.append(f"--nvme-path {arguments.nvme_path}: {host.name}: {state['nvme']}")
     raise_if(faults)
     return states
 
@@ -131,8 +127,11 @@ def make_folders(hosts: Sequence[Host], connection: str, folder: Path) -> None:
     raise_if([f"--nvme-path {folder}: {host}: {reason}; make it there" for host, reason in reasons.items()])
 
 
-def host_state(folder: Path, root: Path = Path("/")) -> HostState:
-    """Return the state of this host.
+def host_state(folder: Path, root: Path = Path("/")) -> dict[str, str | int]:
+    """Return the versions, devices and network of this host.
+
+    ``interface`` is the interface of the default route, empty with InfiniBand; ``nvme`` the reason why this user cannot
+    make or use the folder, empty if the user can.
 
     Args:
         folder: folder on a local disk, which need not exist.
@@ -142,16 +141,15 @@ def host_state(folder: Path, root: Path = Path("/")) -> HostState:
     ports = list((root / "sys/class/infiniband").glob("*/ports/*/state"))
     active = sum("ACTIVE" in port.read_text() for port in ports)
     route_file = root / "proc/net/route"
-    routes = [line.split() for line in route_file.read_text().splitlines()[1:]] if route_file.is_file() else []
-    return HostState(
-        versions=describe_version(),
-        driver=driver_version(root),
-        gpus=len(machine.gpus),
-        cores=machine.cores,
-        network=f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",
-        interface=next((route[0] for route in routes if route[1] == "00000000"), ""),
-        nvme=_folder_fault(folder),
-    )
+    routes = [line.split() for line in route_file.read_text().splitlines()] if route_file.is_file() else []
+    return {
+        "versions": f"{describe_version()}, driver {driver_version(root)}",
+        "gpus": len(machine.gpus),
+        "cores": machine.cores,
+        "network": f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",
+        "interface": "" if active else next((route[0] for route in routes if route[1] == "00000000"), ""),
+        "nvme": _folder_fault(folder),
+    }
 
 
 def _folder_fault(folder: Path) -> str:
@@ -166,48 +164,39 @@ def _folder_fault(folder: Path) -> str:
     return f"{nearest}: {fault}; state a folder on a local disk that you can write" if fault else ""
 
 
-def cluster_files(arguments: argparse.Namespace, hosts: Sequence[Host], states: Sequence[HostState]) -> dict[str, str]:
+def cluster_files(arguments: argparse.Namespace, hosts: Sequence[Host], states: Sequence[dict]) -> dict[str, str]:
     """Return the texts of all files by name.
+
+    Args:
+        states: see `check_hosts`.
 
     Raises:
         UserError: glm46 does not run from a checkout, which has the job scripts that these files start from.
     """
     output = shlex.quote(str(arguments.output.absolute()))
-    interfaces = {state.interface for state in states}
-    sockets = ""
-    if {state.network for state in states} == {"TCP"} and len(interfaces) == 1 and "" not in interfaces:
-        name = interfaces.pop()
-        sockets = f"""# No InfiniBand; all hosts have their default route on {name}.
-export NCCL_SOCKET_IFNAME=={name}
-export GLOO_SOCKET_IFNAME={name}
-"""
-    files = {"hostfile": "".join(f"{host.login} slots={host.slots}\n" for host in hosts)}
-    files["setup_env.sh"] = f"""\
-# Sourced by launch.sh and the job script. NCCL finds everything else by itself: docs/nccl.md.
-{sockets}# launch.sh adds MASTER_ADDR. A job gets other nodes each time, and takes the first of them.
-export MASTER_PORT={arguments.master_port}
-export CONFIG_FILE={shlex.quote(str(arguments.config.absolute()))}
-export NGPU={arguments.gpus_per_node}
-# States of the optimizer that do not fit: --optimizer.state_offload_folder $GLM46_NVME
-export GLM46_NVME={arguments.nvme_path}
-"""
-    files["launch.sh"] = f"""#!/usr/bin/env bash
-# Trains on all hosts of the hostfile from here, over ssh.
-cd {shlex.quote(str(_ROOT))} || exit 2
-. {output}/setup_env.sh
-export MASTER_ADDR={arguments.master_addr}
-HOSTFILE={output}/hostfile exec ./run_train.sh --max-restarts 100 "$@"
-"""
+    interfaces = {state["interface"] for state in states}
+    environment = _ENVIRONMENT.format(
+        sockets=_SOCKETS.format(interface=min(interfaces)) if len(interfaces) == 1 and "" not in interfaces else "",
+        port=arguments.master_port,
+        config=shlex.quote(str(arguments.config.absolute())),
+        gpus=arguments.gpus_per_node,
+        nvme=arguments.nvme_path,
+    )
+    files = {
+        "hostfile": "".join(f"{host.login} slots={arguments.gpus_per_node}\n" for host in hosts),
+        "setup_env.sh": environment,
+        "launch.sh": _LAUNCH.format(root=shlex.quote(str(_ROOT)), output=output, master=arguments.master_addr),
+    }
+    nodes = arguments.nodes
+    gpus = arguments.gpus_per_node
+    variables = f". {output}/setup_env.sh\n"
     if arguments.type == "slurm":
-        values = {"#SBATCH --nodes=": arguments.nodes, "#SBATCH --gpus-per-node=": arguments.gpus_per_node}
-        files["submit_job.slurm"] = _job_script("slurm/train.sbatch", values, f". {output}/setup_env.sh\n")
+        values = {"#SBATCH --nodes=": nodes, "#SBATCH --gpus-per-node=": gpus}
+        files["submit_job.slurm"] = _job_script("slurm/train.sbatch", values, variables)
     if arguments.type == "pbs":
-        values = {
-            "#PBS -l select=": arguments.nodes,
-            "#PBS -l select=.*:ncpus=": min(state.cores for state in states),
-            "#PBS -l select=.*:ngpus=": arguments.gpus_per_node,
-        }
-        files["submit_job.pbs"] = _job_script("pbs/train.pbs", values, f". {output}/setup_env.sh\n")
+        cores = min(state["cores"] for state in states)
+        values = {"#PBS -l select=": nodes, "#PBS -l select=.*:ncpus=": cores, "#PBS -l select=.*:ngpus=": gpus}
+        files["submit_job.pbs"] = _job_script("pbs/train.pbs", values, variables)
     return files
 
 

@@ -136,8 +136,10 @@ def test_a_host_names_its_network_and_what_is_against_its_folder(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     state = host_state(tmp_path / "nvme", root=tmp_path)
-    assert state.network == "InfiniBand, 1 of 1 ports active" and state.interface == "eth7"
-    assert state.nvme == "" and not (tmp_path / "nvme").exists()
+    assert state["network"] == "InfiniBand, 1 of 1 ports active" and state["interface"] == ""
+    port.joinpath("state").write_text("1: DOWN\n")
+    assert host_state(tmp_path / "nvme", root=tmp_path)["interface"] == "eth7"
+    assert state["nvme"] == "" and not (tmp_path / "nvme").exists()
     (tmp_path / "link").symlink_to("/tmp")
-    assert "symbolic link" in host_state(tmp_path / "link", root=tmp_path).nvme
-    assert "is a file" in host_state(tmp_path / "proc/meminfo", root=tmp_path).nvme
+    assert "symbolic link" in host_state(tmp_path / "link", root=tmp_path)["nvme"]
+    assert "is a file" in host_state(tmp_path / "proc/meminfo", root=tmp_path)["nvme"]
