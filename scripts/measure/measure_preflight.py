@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How many of thirty injected faults `preflight` finds, and how often it fails without one.
+"""How many injected faults `preflight` finds, and how often it fails without one.
 
     python scripts/measure/measure_preflight.py [--clean 50] [--only NAME]
 
@@ -35,7 +35,9 @@ from tests.ranks.forked_launch import ForkedRank, preflight  # noqa: E402
 from tests.unit.operate.cluster.test_gpu import GPU  # noqa: E402
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NEW_MOUNTS, NEW_NAME, PRIVATE = 0x20000, 0x4000000, (1 << 18) | (1 << 14)
+NEW_MOUNTS = 0x20000
+PRIVATE = (1 << 18) | (1 << 14)
+HOST = ("--local",)
 KEPT = {"clock"}
 """Warnings that are true of a machine without NTP."""
 
@@ -45,7 +47,7 @@ class Fault(NamedTuple):
 
     check: str
     make: Callable[[Path], None] = lambda folder: None
-    options: tuple[str, ...] = ("--local",)
+    options: tuple[str, ...] = ()
     rank: Callable[[int], None] = lambda rank: None
     """Called in each rank before it starts."""
     nodes: int = 1
@@ -103,20 +105,9 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def pipe(path: Path) -> None:
-    """A file that would let its reader wait without end."""
-    path.unlink()
-    os.mkfifo(path)
-
-
 def take_port(folder: Path) -> None:
     global taken
     taken = socket.create_server(("", 29877))
-
-
-def unknown_name(folder: Path) -> None:
-    LIBC.unshare(NEW_NAME)
-    socket.sethostname("host-that-nobody-knows")
 
 
 def late_clock(folder: Path) -> None:
@@ -167,39 +158,38 @@ def slow_product(original, left, right):
     return original(left, right)
 
 
-RANKS: tuple[str, ...] = ()
 FAULTS = {
-    "ulimit -n": Fault("open files", limit(resource.RLIMIT_NOFILE, 500)),
-    "ulimit -u": Fault("user processes", limit(resource.RLIMIT_NPROC, 1000)),
-    "small /dev/shm": Fault("/dev/shm", mounted("/dev/shm", "size=1m")),
-    "full disk": Fault("job.dump_folder", mounted("out", "size=1m")),
-    "read-only disk": Fault("job.dump_folder", mounted("out", "size=64m", flags=1)),
-    "small disk": Fault("space for checkpoints", mounted("out", "size=48m"),
-                        ("--local", "--model.shape.hidden_size", "1024", "--checkpoint.interval", "2")),
-    "damaged shard": Fault("data test", change_shard(flip)),
-    "missing shard": Fault("data test", change_shard(Path.unlink)),
-    "shard is a pipe": Fault("data test", change_shard(pipe)),
-    "no tokenizer": Fault("tokenizer", options=("--local", "--model.tokenizer_path", "nowhere.tiktoken")),
-    "incomplete checkpoint": Fault("start", lambda folder: (folder / "out/checkpoint/step-000002").mkdir(parents=True)),
-    "port taken": Fault("port metrics.prometheus_port", take_port, ("--local", "--metrics.prometheus_port", "29877")),
-    "NCCL_ALGO": Fault("NCCL variables", variable("NCCL_ALGO", "Tree")),
-    "NCCL_IB_HCA": Fault("NCCL variables", variable("NCCL_IB_HCA", "mlx5_0")),
-    "interface": Fault("NCCL_SOCKET_IFNAME", variable("NCCL_SOCKET_IFNAME", "ib9")),
-    "Xid 79": Fault("kernel log", program("dmesg", "echo 'NVRM: Xid (PCI:0000:19:00): 79, pid=1, fallen off the bus'")),
-    "out of memory": Fault("kernel log", program("dmesg", "echo 'Out of memory: Killed process 7 (python)'")),
-    "nvidia-smi fails": Fault("GPU", program("nvidia-smi", "echo 'Unable to determine the device handle'; exit 15")),
-    "nvidia-smi hangs": Fault("GPU", program("nvidia-smi", "exec sleep 60")),
-    "GPU missing": Fault("GPU count", gpus("", "", count=1)),
-    "GPU remap": Fault("GPU remapped rows", gpus("row_pending>No", "row_pending>Yes")),
-    "GPU throttled": Fault("GPU throttling", gpus("hw_slowdown>Not Active", "hw_slowdown>Active")),
-    "own name": Fault("own name", unknown_name),
-    "rank killed": Fault("ranks", options=RANKS, rank=end_soon(signal.SIGKILL)),
-    "wrong sums": Fault("all-reduce sums", options=RANKS, rank=on_rank_1(dist, "all_reduce", wrong_sum)),
-    "wrong products": Fault("product sums", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", wrong_product)),
-    "slow rank": Fault("product speed", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", slow_product)),
+    "ulimit -n": Fault("limits", limit(resource.RLIMIT_NOFILE, 500), HOST),
+    "ulimit -u": Fault("limits", limit(resource.RLIMIT_NPROC, 1000), HOST),
+    "small /dev/shm": Fault("limits", mounted("/dev/shm", "size=1m"), HOST),
+    "full disk": Fault("storage", mounted("out", "size=1m")),
+    "read-only disk": Fault("storage", mounted("out", "size=64m", flags=1)),
+    "small disk": Fault(
+        "storage",
+        mounted("out", "size=48m"),
+        ("--model.shape.hidden_size", "1024", "--checkpoint.interval", "2"),
+    ),
+    "damaged shard": Fault("inputs", change_shard(flip)),
+    "missing shard": Fault("inputs", change_shard(Path.unlink)),
+    "no tokenizer": Fault("inputs", options=("--model.tokenizer_path", "nowhere.tiktoken")),
+    "incomplete checkpoint": Fault(
+        "inputs", lambda folder: (folder / "out/checkpoint/step-000002").mkdir(parents=True)
+    ),
+    "port taken": Fault("ports", take_port, (*HOST, "--metrics.prometheus_port", "29877")),
+    "NCCL_ALGO": Fault("NCCL variables", variable("NCCL_ALGO", "Tree"), HOST),
+    "NCCL_IB_HCA": Fault("NCCL variables", variable("NCCL_IB_HCA", "mlx5_0"), HOST),
+    "nvidia-smi fails": Fault("GPUs", program("nvidia-smi", "echo 'Unable to determine the device'; exit 15"), HOST),
+    "nvidia-smi hangs": Fault("GPUs", program("nvidia-smi", "exec sleep 60"), HOST),
+    "GPU missing": Fault("GPUs", gpus("", "", count=1), HOST),
+    "GPU remap": Fault("GPUs", gpus("row_pending>No", "row_pending>Yes"), HOST),
+    "GPU throttled": Fault("GPUs", gpus("hw_slowdown>Not Active", "hw_slowdown>Active"), HOST),
+    "rank killed": Fault("ranks", rank=end_soon(signal.SIGKILL)),
+    "wrong sums": Fault("collectives", rank=on_rank_1(dist, "all_reduce", wrong_sum)),
+    "wrong products": Fault("products", rank=on_rank_1(torch.Tensor, "__matmul__", wrong_product)),
+    "slow rank": Fault("products", rank=on_rank_1(torch.Tensor, "__matmul__", slow_product)),
     "clock off": Fault("clock offset", late_clock, ("--nproc", "1"), nodes=2),
     "folder not shared": Fault("shared folder", mounted("out", "size=64m"), ("--nproc", "1"), nodes=2),
-}  # fmt: skip
+}
 
 
 def start(folder: Path, node: int, fault: Fault | None, ports: int) -> int:
@@ -220,7 +210,7 @@ def start(folder: Path, node: int, fault: Fault | None, ports: int) -> int:
         }
     if fault and node == nodes - 1:
         fault.make(folder)
-    options = fault.options if fault else RANKS
+    options = fault.options if fault else ()
     argv = [*options, "--config", str(folder / "run.toml"), "--json", str(folder / "found.json")]
     argv += [] if "--nproc" in options else ["--nproc", "2"]
     end_with(lambda: preflight(*argv, prepare=fault.rank if fault else ForkedRank.prepare))
@@ -243,7 +233,7 @@ def run(fault: Fault | None, tokenizer, number: int) -> tuple[set[str], float]:
             print((folder / "output-0").read_text()[-2000:])
             return set(), seconds
         results = json.loads((folder / "found.json").read_text())["results"]
-        return {result["check"] for result in results if result["verdict"] in ("WARN", "FAIL")} - KEPT, seconds
+        return {result["name"] for result in results if result["status"] in ("WARN", "FAIL")} - KEPT, seconds
 
 
 def main() -> None:
