@@ -22,7 +22,7 @@ class RankGroup:
     gloo: dist.ProcessGroup
     """Group for values that are gathered, apart from the collectives that are measured."""
     local_ranks: int
-    """RankGroup of each host."""
+    """Ranks of each host."""
     wait_seconds: float
     """Time that ranks wait for the slowest of them."""
     is_full: bool = False

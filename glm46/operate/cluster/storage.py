@@ -13,6 +13,7 @@ from glm46.operate.cluster.results import FAIL, WARN, Defect, Result, describe_e
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
+from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.checkpoint.integrity import check_hash, published_steps, quick_faults, records_of, step_folder
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -126,27 +127,38 @@ def inputs(ranks: RankGroup, plan: Plan) -> Result | None:
         return None
     config = plan.config
     faults: list[str] = []
-    tokens = 0
+    values = []
     try:
         refuse_origin(config)
         refuse_weights(config)
         tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
         for source in config.data.sources:
             if not Path(source.path).exists() and source.recipe is not None:
-                continue  # the start of the run prepares it, on storage that all nodes see
+                values.append(f"{source.name}: the run prepares it")  # on storage that all nodes see
+                continue
             manifest = load_manifest(Path(source.path), full=True if ranks.is_full else None)
             manifest.require_tokenizer(tokenizer.fingerprint)
-            tokens += sum(split.tokens for split in manifest.splits.values())
+            raise_for_source(manifest, tokenizer)
+            values.append(f"{source.name}: {sum(split.tokens for split in manifest.splits.values()):,} tokens")
+        start, checkpoint_faults = _newest_checkpoint(plan, is_full=ranks.is_full)
+        values.append(start)
+        faults += checkpoint_faults
     except UserError as error:
         faults += error.faults
-    steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []
-    if steps:
-        folder = step_folder(config.checkpoint_folder, steps[-1])
-        body, checkpoint_faults = quick_faults(folder, steps[-1])
-        faults += checkpoint_faults
-        records = records_of(body) if body is not None and ranks.is_full else {}
-        faults += [fault for name, record in records.items() for fault in check_hash(folder / name, record)]
-    start = f"checkpoint of step {steps[-1]}" if steps else config.checkpoint.initial_load_path or "new weights"
+    except OSError as error:
+        faults.append(describe_error(error))
     remedy = "mount the files here, prepare the data again, or correct the key; python -m glm46 checkpoint verify"
-    listed = [Defect(FAIL, fault, remedy) for fault in faults]
-    return judge("inputs", listed, f"{tokens:,} tokens of prepared text, {start}", "readable and whole")
+    return judge("inputs", [Defect(FAIL, fault, remedy) for fault in faults], ", ".join(values), "readable and whole")
+
+
+def _newest_checkpoint(plan: Plan, *, is_full: bool) -> tuple[str, list[str]]:
+    """Return what the run starts from, and the faults of its newest checkpoint; ``is_full``: read all of it."""
+    config = plan.config
+    steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []
+    if not steps:
+        return config.checkpoint.load_path or config.checkpoint.initial_load_path or "new weights", []
+    folder = step_folder(config.checkpoint_folder, steps[-1])
+    body, faults = quick_faults(folder, steps[-1])
+    records = records_of(body) if body is not None and is_full and not faults else {}
+    hash_faults = [fault for name, record in records.items() for fault in check_hash(folder / name, record)]
+    return f"checkpoint of step {steps[-1]}", [*faults, *hash_faults]
