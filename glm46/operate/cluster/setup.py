@@ -106,7 +106,7 @@ def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Name
         if state["versions"] != states[0]["versions"]:
             versions = f"has {state['versions']}, the first host {states[0]['versions']}"
             faults.append(f"{host.name}: {versions}; install the same on all")
-        if state["gpus"] not in (0, arguments.gpus_per_node):
+        if state["has_driver"] and state["gpus"] != arguments.gpus_per_node:
             remedy = "state that, or look at its dmesg"
             faults.append(f"--gpus-per-node {arguments.gpus_per_node}: {host.name} has {state['gpus']}; {remedy}")
         if state["nvme"]:
@@ -138,12 +138,14 @@ def host_state(folder: Path, root: Path = Path("/")) -> dict[str, str | int]:
         root: folder of /proc and /sys; tests pass their own.
     """
     machine = detect_machine(visible_gpus(), root=root)
+    driver = driver_version(root)
     ports = list((root / "sys/class/infiniband").glob("*/ports/*/state"))
     active = sum("ACTIVE" in port.read_text() for port in ports)
     route_file = root / "proc/net/route"
     routes = [line.split() for line in route_file.read_text().splitlines()] if route_file.is_file() else []
     return {
-        "versions": f"{describe_version()}, driver {driver_version(root)}",
+        "versions": f"{describe_version()}, driver {driver}",
+        "has_driver": driver != "none",
         "gpus": len(machine.gpus),
         "cores": machine.cores,
         "network": f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",

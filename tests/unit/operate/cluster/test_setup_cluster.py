@@ -1,17 +1,23 @@
 """scripts/setup_cluster.sh: wrong values and hosts change nothing; the files are those of the job scripts; hosts are
 asked over a stand-in for ssh."""
 
+import json
 import os
 import re
 import stat
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from glm46.cli import main
-from glm46.operate.cluster.setup import host_state
+from glm46.config.errors import UserError
+from glm46.operate.cluster import setup
+from glm46.operate.cluster.setup import ANSWER, host_state
+from glm46.operate.launch.hostfile import Host
+from glm46.operate.launch.ssh_hosts import HostAnswer
 from tests.fake_ssh import UNREACHABLE, write_ssh
 
 ROOT = Path(__file__).parents[4]
@@ -124,6 +130,19 @@ def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path,
         assert {file.name: file.read_text() for file in folder.iterdir()} == texts
 
 
+def test_hosts_with_other_versions_or_gpus_are_named(tmp_path, monkeypatch):
+    """The first host is the standard of the versions; without a driver, GPUs are not counted."""
+    state = {"versions": "glm46 1", "has_driver": True, "gpus": 2, "nvme": ""}
+    states = [state, state | {"versions": "glm46 2"}, state | {"gpus": 0}, state | {"gpus": 0, "has_driver": False}]
+    answers = [HostAnswer(0, f"Welcome!\n{ANSWER}{json.dumps(state)}\n", "") for state in states]
+    monkeypatch.setattr(setup, "run_on_hosts", lambda *_: answers)
+    hosts = [Host(line, f"n{line}") for line in range(4)]
+    with pytest.raises(UserError) as refused:
+        setup.check_hosts(hosts, "ssh", Namespace(gpus_per_node=2, nvme_path=tmp_path))
+    versions, gpus = refused.value.faults
+    assert versions.startswith("n1: has glm46 2, the first host glm46 1") and "n2 has 0" in gpus
+
+
 def test_a_host_names_its_network_and_what_is_against_its_folder(tmp_path):
     port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
@@ -137,6 +156,7 @@ def test_a_host_names_its_network_and_what_is_against_its_folder(tmp_path):
         (tmp_path / name).write_text(text)
     state = host_state(tmp_path / "nvme", root=tmp_path)
     assert state["network"] == "InfiniBand, 1 of 1 ports active" and state["interface"] == ""
+    assert ", driver " in state["versions"] and state["has_driver"]
     port.joinpath("state").write_text("1: DOWN\n")
     assert host_state(tmp_path / "nvme", root=tmp_path)["interface"] == "eth7"
     assert state["nvme"] == "" and not (tmp_path / "nvme").exists()
