@@ -73,12 +73,13 @@ def test_two_hosts_meet_and_the_one_with_a_fault_is_named(make_config, tmp_path)
     assert list(tmp_path.glob(".preflight*")) == []
 
 
-def test_a_number_of_ranks_that_fits_no_config_trains_the_small_job_and_the_host_is_checked(make_config, tmp_path):
+def test_a_number_of_ranks_that_fits_no_config_is_a_result_and_the_host_is_checked(make_config, tmp_path):
     (tmp_path / "run.toml").write_text(dump_config(make_config()))
     options = ["--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json")]
     started = start(preflight, "--nproc", "3", *options)
-    assert started.wait() == 0, started.output.read_text()
+    assert started.wait() == 1, started.output.read_text()
     found = results(started.output, tmp_path / "found.json")
+    assert found["layout"].status == FAIL and "4 experts of a layer sharded over 3 ranks" in found["layout"].value
     small = found["small job"]
     assert small.status == PASS and small.value.endswith("ranks: 3 = replicate 3")
 

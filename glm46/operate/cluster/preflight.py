@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from glm46.compute.distributed.environment import share_cores, variables_that_are_set, visible_gpus
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.loader import load_config
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
@@ -21,8 +24,10 @@ from glm46.operate.cluster.recovery import recovery
 from glm46.operate.cluster.results import (
     EXIT_FAIL,
     FAIL,
+    Defect,
     Result,
     from_json,
+    judge,
     run_check,
     show_results,
     worst,
@@ -62,6 +67,8 @@ def preflight(arguments: argparse.Namespace, overrides: tuple[str, ...], config:
         "InfiniBand": infiniband,
         "NCCL variables": nccl_variables,
     }
+    if config is not None:
+        checks["layout"] = partial(layout, arguments.config, overrides, machine, processes * nodes.count)
     if arguments.full and nodes.rank == 0:
         checks["recovery"] = partial(recovery, min(processes, _RECOVERY_RANKS), has_gpu=bool(machine.gpus))
     results = [run_check(name, check)._replace(host=host) for name, check in checks.items()]
@@ -88,6 +95,22 @@ def preflight(arguments: argparse.Namespace, overrides: tuple[str, ...], config:
     if nodes.rank == 0 or end.code:
         return show_results(results, time.monotonic() - began, arguments.json)
     return EXIT_FAIL if worst(results) == FAIL else 0
+
+
+def layout(file: Path, overrides: tuple[str, ...], machine: Machine, ranks: int) -> Result:
+    """Check that the degrees of the run fit this number of ranks, and its memory this machine; `launch` refuses a run
+    that does not fit."""
+    requirement = f"the run fits {counted(ranks, 'rank')}"
+    try:
+        verdict = judge_config(load_config(file, overrides, world_size=ranks), machine, ranks)
+    except UserError as error:
+        faults = list(error.faults)
+        value = ""
+    else:
+        faults = verdict.faults
+        value = verdict.margin
+    remedy = "see plan, and change the keys, --nproc or the number of hosts"
+    return judge("layout", [Defect(FAIL, fault, remedy) for fault in faults], value, requirement)
 
 
 def run_ports(config: RunConfig | None, nodes: Nodes) -> dict[str, int]:
