@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as _functional_collectives
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import profiler
+from torch.distributed import _symmetric_memory
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -468,8 +469,6 @@ def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
     torch has the switch as a private key only. The group is made known to symmetric memory: torch 2.11 raises without
     it, and 2.14 calls it deprecated.
     """
-    from torch.distributed import _symmetric_memory
-
     torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)

@@ -15,18 +15,21 @@ def benchmark_command(argv: Sequence[str]) -> int:
     """
     parser = verb_parser("benchmark")
     kinds = parser.add_subparsers(title="what", metavar="rates | links", required=True)
-    rates = kinds.add_parser("rates", help="what kernels reach of the peaks, for plan --measured; the default")
-    rates.add_argument("--flavor", default="GLM-4.5-Air", choices=list(PRESETS), help="preset of the layer")
-    rates.add_argument("--json", type=Path, metavar="FILE", help="write the efficiencies there")
-    links = kinds.add_parser("links", help="what collectives reach of the links, for the same file; under torchrun")
-    links.add_argument("--gpu", metavar="NAME", help="as plan takes it; default: the one that is found")
-    links.add_argument(
+    rates_parser = kinds.add_parser("rates", help="what kernels reach of the peaks, for plan --measured; the default")
+    rates_parser.add_argument("--flavor", default="GLM-4.5-Air", choices=list(PRESETS), help="preset of the layer")
+    rates_parser.add_argument("--json", type=Path, metavar="FILE", help="write the efficiencies there")
+    links_help = "what collectives reach of the links, for the same file; under torchrun"
+    links_parser = kinds.add_parser("links", help=links_help)
+    links_parser.add_argument("--gpu", metavar="NAME", help="as plan takes it; default: the one that is found")
+    links_parser.add_argument(
         "--network", type=above_zero, default=400.0, metavar="GBIT", help="of each GPU's own port; default 400"
     )
-    links.add_argument("--json", type=Path, metavar="FILE", help="add the shares to the file of benchmark rates")
+    links_parser.add_argument("--json", type=Path, metavar="FILE", help="add the shares to the file of benchmark rates")
     arguments = parser.parse_args(argv or ["rates"])
-    from glm46.operate.benchmark.links import benchmark_links
-    from glm46.operate.benchmark.rates import benchmark_rates
+    from glm46.operate.benchmark import links, rates  # torch: --help needs none
 
-    (benchmark_links if "network" in arguments else benchmark_rates)(arguments)
+    if "network" in arguments:
+        links.benchmark_links(arguments)
+    else:
+        rates.benchmark_rates(arguments)
     return 0

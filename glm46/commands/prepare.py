@@ -19,7 +19,7 @@ from glm46.config.validation import translate
 from glm46.files.standard_output import print_line
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.fetched_config import fetched_overrides
-from glm46.run.plan import resolve_plan
+from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.huggingface.hub import fetched_keys, local_inputs
 
 
@@ -29,32 +29,34 @@ def prepare_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: every key or file that cannot be used.
     """
-    if any(token.partition("=")[0] in ("--input", "--recipe") for token in argv):
-        return _prepare_files(argv)
-    parser = config_parser("prepare")
-    parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
-    arguments, overrides = parse_with_overrides(parser, argv)
-    fetched = fetched_overrides(load_config(arguments.config, overrides))
-    plan = resolve_plan(load_config(arguments.config, [*overrides, *fetched]))
-    from glm46.storage.prepare.pipeline import prepare_run  # numpy: --help and refusals need none
+    has_recipe = any(token.partition("=")[0] in ("--input", "--recipe") for token in argv)
+    source = _recipe_of(argv) if has_recipe else _plan_of(argv)
+    from glm46.storage.prepare.pipeline import prepare_run, prepare_text  # numpy: --help and refusals need none
 
-    for name, manifest in prepare_run(plan, report=print_line, local_inputs=local_inputs).items():
+    if isinstance(source, TextRecipe):
+        prepare_text(source, report=print_line, local_inputs=local_inputs)
+        return 0
+    for name, manifest in prepare_run(source, report=print_line, local_inputs=local_inputs).items():
         validation = manifest.splits["validation"]
         train = manifest.splits["train"]
         print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out")
     return 0
 
 
-def _prepare_files(argv: Sequence[str]) -> int:
+def _plan_of(argv: Sequence[str]) -> Plan:
+    parser = config_parser("prepare")
+    parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
+    arguments, overrides = parse_with_overrides(parser, argv)
+    fetched = fetched_overrides(load_config(arguments.config, overrides))
+    return resolve_plan(load_config(arguments.config, [*overrides, *fetched]))
+
+
+def _recipe_of(argv: Sequence[str]) -> TextRecipe:
     arguments = vars(_recipe_parser().parse_args(argv))
     file = arguments.pop("recipe")
     options = {key: _value(key, text) for key, text in arguments.items() if text is not None}
     recipe = read_recipe(file, options)
-    recipe = recipe.model_copy(update=fetched_keys(hub_keys(recipe)))
-    from glm46.storage.prepare.pipeline import prepare_text  # numpy: --help and refusals need none
-
-    prepare_text(recipe, report=print_line, local_inputs=local_inputs)
-    return 0
+    return recipe.model_copy(update=fetched_keys(hub_keys(recipe)))
 
 
 def read_recipe(file: Path | None, options: dict) -> TextRecipe:

@@ -59,9 +59,7 @@ def describe_rollout(
     if not steps or (step is not None and step not in steps):
         hint = f"there are {', '.join(map(str, steps[-10:]))}" if steps else "give job.dump_folder of a run with [rl]"
         raise UserError(f"{journal}: no rollout{f' of step {step}' if steps else ''}; {hint}")
-    # Imported here: they import torch.
-    from glm46.tasks.rl.journal import read_fields, read_rollout
-    from glm46.tasks.rl.samples import OUTCOMES
+    from glm46.tasks.rl.journal import read_fields, read_rollout  # torch: refusals come before it
 
     step = steps[-1] if step is None else step
     rollout = read_rollout(journal, step)
@@ -91,7 +89,7 @@ def describe_rollout(
         yield (
             f"── sample {sample}, prompt {rollout.group[episode]}: reward {rollout.reward[episode]:g} "
             f"({', '.join(f'{name} {value:g}' for name, value in parts)}), {len(prompt)} + {len(completion)} tokens, "
-            f"{OUTCOMES[rollout.outcome[episode]]}, weights {rollout.versions[places].min()} "
+            f"{rollout.outcome_name(episode)}, weights {rollout.versions[places].min()} "
             f"to {rollout.versions[places].max()}"
         )
         yield tokenizer.decode(prompt) + _marked(tokenizer, completion, is_target[len(prompt) :])

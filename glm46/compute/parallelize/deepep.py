@@ -5,6 +5,7 @@ In backward the gradient of what arrived goes back as results do, and the gradie
 """
 
 import functools
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,8 @@ def open_buffer(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> A
 
 @functools.cache
 def _open(group: dist.ProcessGroup, tokens: int, width: int, chosen: int) -> Any:
-    import deep_ep
-
     # deterministic: rows arrive in the order of their ranks and tokens, so that sums do not depend on timing.
-    return deep_ep.ElasticBuffer(
+    return _library().ElasticBuffer(
         group, num_max_tokens_per_rank=tokens, hidden=width, num_topk=chosen, deterministic=True
     )
 
@@ -58,7 +57,7 @@ def why_not(device: torch.device) -> str | None:
         needed, installed = (".".join(map(str, version)) for version in (LEAST_NCCL, nccl))
         return f"it needs NCCL {needed} or newer, and torch has {installed}; install a newer torch"
     try:
-        import deep_ep
+        deep_ep = _library()
     except ModuleNotFoundError as error:
         missing = "deep_ep" if error.name == "deep_ep" else f"{error.name}, which deep_ep imports,"
         return f"{missing} is not installed; install version 2 or newer of deep_ep and what it needs"
@@ -69,6 +68,12 @@ def why_not(device: torch.device) -> str | None:
     if deep_ep.topk_idx_t != torch.int64:
         return f"deep_ep was built for experts of type {deep_ep.topk_idx_t}; build it for torch.int64, its default"
     return None
+
+
+def _library() -> ModuleType:
+    import deep_ep  # its import compares libraries and looks for nvcc
+
+    return deep_ep
 
 
 class _Sent:

@@ -180,7 +180,7 @@ def _rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
         dim %= x.ndim
         blocks = x.unflatten(dim, (-1, block))
         return _rounded(blocks, dim + 1, None).flatten(dim, dim + 1)
-    return _round(x, _scale(x.abs().amax(dim, keepdim=True)))
+    return _round(x, scale_to_fp8(x.abs().amax(dim, keepdim=True), is_power_of_2=True))
 
 
 def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
@@ -192,13 +192,15 @@ def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tens
     bounds = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), len(x_NI))])
     # `index_reduce_` and `scatter_reduce_` raise on a GPU under debug.deterministic, whatever they reduce by.
     amax = torch.segment_reduce(x_NI.abs(), "max", offsets=bounds, initial=0.0, unsafe=True)
-    return _round(x_NI, _scale(amax)[group_N])
+    return _round(x_NI, scale_to_fp8(amax, is_power_of_2=True)[group_N])
 
 
-def _scale(amax: Tensor) -> Tensor:
+def scale_to_fp8(amax: Tensor, *, is_power_of_2: bool = False) -> Tensor:
+    """Return the factors that bring the largest magnitudes to the largest value of E4M3."""
+    # Imported here: only FP8 runs need it.
     from torchao.float8.float8_utils import amax_to_scale
 
-    return amax_to_scale(amax, E4M3, round_scales_to_power_of_2=True)
+    return amax_to_scale(amax, E4M3, round_scales_to_power_of_2=is_power_of_2)
 
 
 def _round(x: Tensor, scale: Tensor) -> Tensor:

@@ -2,13 +2,16 @@
 
 from types import ModuleType
 
+try:
+    import pynvml  # nvidia-ml-py is optional: the extra [gpu]
+except ImportError:
+    pynvml = None
+
 
 def load_nvml() -> ModuleType | None:
     """Return the module ``pynvml``, ready for queries; None without it, or if the driver refuses, as in some
     containers."""
-    try:
-        import pynvml  # nvidia-ml-py is optional: the extra [gpu]
-    except ImportError:
+    if pynvml is None:
         return None
     try:
         pynvml.nvmlInit()

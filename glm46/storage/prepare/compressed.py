@@ -5,11 +5,14 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from glm46.config.errors import UserError
+
+with suppress(ImportError):  # optional: the extra [data]; `input_files` refuses such a file without it
+    import zstandard
 
 _NAMES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lzma": "lzma"}
 """Endings of files -> compression."""
@@ -127,8 +130,6 @@ def _skip_zeros(raw: BinaryIO, data: bytes) -> bytes:
 def _new_decoder(suffix: str) -> tuple[Any, type[Exception]]:
     """Return a decoder of one stream, with ``decompress``, ``eof`` and ``unused_data``, and the class of its errors."""
     if suffix == ".zst":
-        import zstandard
-
         decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
         return decoder.decompressobj(), zstandard.ZstdError
     if suffix == ".gz":

@@ -73,6 +73,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def outcome_name(self, episode: int) -> str:
+        """Return how an episode ended, in a word."""
+        return OUTCOMES[self.outcome[episode]]
+
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, int64 [N]."""
