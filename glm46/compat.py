@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -436,14 +435,10 @@ def start_exchange(
 
 def wait_for_exchange(arriving: Tensor, work: dist.Work | None) -> Tensor:
     """Wait for the rows of `start_exchange`, and return them. On a GPU the stream waits, not the host."""
-    began = time.perf_counter()
     if work is None:
-        arrived = torch.ops._c10d_functional.wait_tensor(arriving)
-    else:
-        work.wait()
-        arrived = arriving.view_as(arriving)
-    _waited.seconds += time.perf_counter() - began
-    return arrived
+        return torch.ops._c10d_functional.wait_tensor(arriving)
+    work.wait()
+    return arriving.view_as(arriving)
 
 
 def gather_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -503,40 +498,6 @@ def multiply_in_place(tensors: list[Tensor], factor: Tensor) -> None:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for same in by_kind.values():  # a mixed list is multiplied one by one
         torch._foreach_mul_(same, factor)
-
-
-class _Waited(threading.local):
-    """Time in seconds that a thread has waited for other ranks."""
-
-    seconds = 0.0
-
-
-_waited = _Waited()
-_Work: Any = dist.Work
-_wait = dist.Work.wait
-
-
-def _timed_wait(work: dist.Work, *arguments, **named) -> bool:
-    began = time.perf_counter()
-    try:
-        return _wait(work, *arguments, **named)
-    finally:
-        _waited.seconds += time.perf_counter() - began
-
-
-WAITING = _timed_wait.__code__
-"""Code of the innermost Python frame of a thread that waits for a collective."""
-
-
-def own_clock() -> float:
-    """Return the seconds of a clock that stops while this thread waits on the host for a collective.
-
-    Torch offers no such clock. FSDP and torch.distributed wait in one method, `Work.wait`; the first call patches it.
-    Collectives on a GPU block its stream, not the host, and do not stop this clock.
-    """
-    if _Work.wait is not _timed_wait:
-        _Work.wait = _timed_wait
-    return time.perf_counter() - _waited.seconds
 
 
 def clone_store() -> dist.Store:

@@ -96,10 +96,6 @@ DASHBOARDS = {
             "step": f"training_step_seconds{RUN}",
             "waiting for text": f"training_data_seconds{RUN}",
         }),
-        Panel("Slowest rank", "short", {
-            "time over the median": f"training_slowest_rank_ratio{RUN}",
-            "rank": f"training_slowest_rank{RUN}",
-        }, "Ranks wait for the slowest one. See docs/observability.md."),
         Panel("Multi-token prediction", "percentunit", {
             "accepted {{depth}}": f"training_mtp_acceptance_ratio{RUN}",
         }, "Positions where a prediction layer has the main model's token."),

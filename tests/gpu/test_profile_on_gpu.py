@@ -1,4 +1,4 @@
-"""Profiles and device time on a CUDA device: traces have kernels, events measure work, snapshots are written."""
+"""Profiles on a CUDA device: traces have kernels, snapshots are written."""
 
 import json
 import pickle
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from glm46.compute.distributed.device_time import OwnDeviceTime, waiting_for_ranks
 from glm46.config.presets import PRESETS
 from glm46.config.profiling import ProfilingConfig
 from glm46.engine.observe.module_flops import flops_by_kind
@@ -63,34 +62,3 @@ def test_a_request_takes_a_trace_and_a_snapshot_with_the_allocations_of_its_step
     assert snapshot.parent.name == "step-000005"
     content = pickle.loads(snapshot.read_bytes())  # ours, from a moment ago
     assert content["segments"] and any(trace for trace in content["device_traces"])
-
-
-class Work(nn.Module):
-    """Products, and products that stand for a wait."""
-
-    def __init__(self, work: int, wait: int):
-        super().__init__()
-        self.work, self.wait = work, wait
-        self.x = torch.randn(2048, 2048, device="cuda")
-
-    def forward(self) -> None:
-        for _ in range(self.work):
-            self.x @ self.x
-        with waiting_for_ranks():
-            for _ in range(self.wait):
-                self.x @ self.x
-
-
-def test_device_time_is_that_of_the_work_without_the_waits():
-    def seconds(work: int, wait: int) -> float:
-        layer = Work(work, wait)
-        own = OwnDeviceTime([layer], lambda: torch.cuda.Event(enable_timing=True))
-        for _ in range(3):
-            own.step_begins()
-            layer()
-        torch.cuda.synchronize()
-        return own.seconds()
-
-    seconds(20, 20)
-    little, twice, beside_waits = seconds(40, 0), seconds(80, 0), seconds(40, 200)
-    assert twice / little == pytest.approx(2.0, rel=0.25) and beside_waits / little == pytest.approx(1.0, rel=0.25)

@@ -35,8 +35,7 @@ made nobody can. torchrun gives it thirty."""
 
 # Columns that tell of the machine or of this attempt, not of what was computed.
 OF_THE_ATTEMPT = (
-    "seconds", "second", "device", "mfu", "gib", "failed_saves", "slowest_rank", "slowest_rank_ratio", "overhead_ratio",
-    "extreme_rank",
+    "seconds", "second", "device", "mfu", "gib", "failed_saves", "overhead_ratio", "extreme_rank",
 )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46 import compat
-from glm46.compute.distributed.device_time import waiting_for_ranks
 from glm46.compute.distributed.recomputation import Part, leaves_out
 
 _Collective = Callable[[Tensor], Tensor]
@@ -41,8 +40,7 @@ class _FinishExchange(torch.autograd.Function):
         # Drop the reference: the work holds the sent rows, and this exchange lives longer.
         work = exchange.work
         exchange.work = None
-        with waiting_for_ranks():
-            return compat.wait_for_exchange(in_flight, work)
+        return compat.wait_for_exchange(in_flight, work)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -101,8 +99,7 @@ class _Differentiable(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    with waiting_for_ranks():
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
     return out
 
 
@@ -126,8 +123,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return compat.sum_in_graph(x, group)
     out = x.clone()
-    with waiting_for_ranks():
-        dist.all_reduce(out, group=group)
+    dist.all_reduce(out, group=group)
     return out
 
 
@@ -139,8 +135,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     out = part.new_empty(ranks * part.shape[0], *part.shape[1:])
-    with waiting_for_ranks():
-        compat.gather_rows(out, part.contiguous(), group)
+    compat.gather_rows(out, part.contiguous(), group)
     return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)  # [ranks, B, s, ...] to [B, ranks * s, ...]
 
 
@@ -148,8 +143,7 @@ def _sum_and_scatter(sequence: Tensor, group: dist.ProcessGroup) -> Tensor:
     # [B, ranks * s, ...] to [ranks * B, s, ...]: the part of each rank is contiguous.
     parts = sequence.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
     out = parts.new_empty(sequence.shape[0], *parts.shape[1:])
-    with waiting_for_ranks():
-        compat.scatter_row_sums(out, parts, group)
+    compat.scatter_row_sums(out, parts, group)
     return out
 
 

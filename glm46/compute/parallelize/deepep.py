@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.compute.distributed.device_time import waiting_for_ranks
 from glm46.compute.distributed.recomputation import leaves_out, recalled, will_leave_out
 from glm46.compute.model.dispatch import ArrivedRows, Copies
 from glm46.compute.model.router import Routing
@@ -122,8 +121,7 @@ class _Trip:
         event = self.event
         self.event = None
         if event is not None:
-            with waiting_for_ranks():
-                event.current_stream_wait()
+            event.current_stream_wait()
 
 
 class _Start(torch.autograd.Function):
@@ -163,8 +161,7 @@ class _Back(torch.autograd.Function):
         ctx.trip = trip
         if leaves_out("back"):
             return y_MD.new_empty(tokens, y_MD.shape[1])
-        with waiting_for_ranks():
-            return trip.buffer.combine(y_MD.contiguous(), trip.sent.handle)[0]
+        return trip.buffer.combine(y_MD.contiguous(), trip.sent.handle)[0]
 
     @staticmethod
     def backward(ctx, grad_TD: Tensor):

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.compute.distributed.device_time import waiting_for_ranks
 from glm46.compute.model.attention_layout import KeyRing, RingPart
 from glm46.compute.model.attention_runs import part_attention, part_attention_backward
 
@@ -46,9 +45,8 @@ class _Passing:
 
     def wait(self) -> Tensor:
         """Wait for the tensor of the previous rank, and return it."""
-        with waiting_for_ranks():
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
         return self._received
 
 

@@ -131,8 +131,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("tflops_per_device", "TFLOP/s", "speed", "FLOPs of the model, without recomputation, per second and rank."),
     Metric("mfu", "ratio", "speed", "tflops_per_device over the GPU's BF16 peak; absent on a CPU."),
     Metric("step_seconds", "s", "speed", "Mean duration of a step since the previous row."),
-    Metric("slowest_rank", "rank", "speed", "Rank with the longest own time, among ranks of one pipeline stage."),
-    Metric("slowest_rank_ratio", "ratio", "speed", "Own time per step of slowest_rank over the median of the others."),
     Metric("data_seconds", "s", "speed", "Mean wait for the loader per step since the previous row."),
     Metric("allreduce_ms", "ms", "speed", "Time of the bandwidth probe's all-reduce, on its slowest rank.", _GROUPS),
     Metric("allreduce_bandwidth", "GB/s", "speed", "Its bytes (64 MiB, on a CPU 1 MiB) per second.", _GROUPS),

@@ -152,10 +152,6 @@ class Observers:
         """See `Observer.profile_after`."""
         self._profiler.record_after(step)
 
-    def is_profiled(self, step: int) -> bool:
-        """See `Observer.is_profiled`."""
-        return self._profiler.covers(step)
-
     def step_trained(self, step: int, tokens: int, *, was_skipped: bool, is_finite: bool, loss: float | None) -> None:
         """See `Observer.step_trained`. After the first step it reports the duration of the start."""
         self._exporter.step(step, tokens, was_skipped=was_skipped, is_finite=is_finite, loss=loss)

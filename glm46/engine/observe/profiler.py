@@ -98,8 +98,7 @@ class Profiler:
         self._profile: profile | None = None
 
     def covers(self, step: int) -> bool:
-        """True if rank 0 runs the profiler in this step; equal on all ranks, so that their speed is
-        comparable."""
+        """True if rank 0 runs the profiler in this step; equal on all ranks."""
         return self._recorded(step) is not None
 
     def is_requested(self) -> bool:

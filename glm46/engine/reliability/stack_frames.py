@@ -3,8 +3,6 @@
 import dis
 from types import FrameType
 
-from glm46.compat import WAITING
-
 _FRAMES_SHOWN = 3
 _WAITS_FOR_DEVICE = " waits for the device"
 _DEVICE_WAITS = {"cpu", "item", "tolist", "synchronize"}
@@ -17,9 +15,8 @@ def innermost_frames(frame: FrameType | None) -> list[str]:
     frames: list[str] = []
     while frame is not None and len(frames) < _FRAMES_SHOWN:
         code = frame.f_code
-        if code is not WAITING:  # skip the wrapper of compat around torch's function
-            mark = _WAITS_FOR_DEVICE if not frames and _calls(frame) in _DEVICE_WAITS else ""
-            frames.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}{mark}")
+        mark = _WAITS_FOR_DEVICE if not frames and _calls(frame) in _DEVICE_WAITS else ""
+        frames.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}{mark}")
         frame = frame.f_back
     return frames
 

@@ -121,7 +121,6 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
         RollbackNeeded: a save on some rank found non-finite values.
     """
     services.watchdog.step_begins(progress.step + 1)
-    services.stragglers.step_begins()
     batch_size = task.plan.config.training.global_batch_size
     sequences = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
     previous_stage = task.plan.stage_after(progress.samples)
@@ -145,8 +144,6 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
             raise services.saver.folder_lost(progress)
     if requests.profile:
         services.observer.profile_after(progress.step + 1)
-    if slow := services.stragglers.update(requests.paces):
-        services.observer.message(f"step {progress.step}: {slow}")
     totals = totals.divided_by(task.plan.layout.non_dp_degree)
     return NextStep(batches, totals, must_stop=requests.stop > 0)
 
@@ -173,8 +170,6 @@ def end_step(
     """
     config = task.plan.config
     validation = {}
-    is_profiled = services.observer.is_profiled(progress.step)
-    services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
     loss_sum = outcome.main.objective["loss"].item()
     targets = step.totals.main["targets"]
     loss = loss_sum / max(targets, 1) if task.has_loss_level else None
@@ -194,7 +189,7 @@ def end_step(
             services.watchdog.operation("measuring bandwidth")
             with services.metrics.throughput.excluded():
                 columns = columns | services.bandwidth.measure()
-        services.observer.row("train", row | columns | services.saver.metrics() | services.stragglers.metrics())
+        services.observer.row("train", row | columns | services.saver.metrics())
     else:
         row = services.metrics.objective_columns(outcome, step.totals, progress.curriculum_tokens) | columns
         services.observer.row("step", {"step": progress.step, "tokens": progress.tokens} | row)

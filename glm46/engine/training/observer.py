@@ -64,10 +64,6 @@ class Observer(Protocol):
         """Profile the steps after this one, because some rank has a request."""
         ...
 
-    def is_profiled(self, step: int) -> bool:
-        """True if some ranks profile this step, which is then slower; equal on all ranks."""
-        ...
-
     def step_trained(self, step: int, tokens: int, *, was_skipped: bool, is_finite: bool, loss: float | None) -> None:
         """Count a step.
 

@@ -1,4 +1,4 @@
-"""Services of a run: observer, metrics, saves, watchdog, stop, spikes, stragglers, bandwidth."""
+"""Services of a run: observer, metrics, saves, watchdog, stop, spikes, bandwidth."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from glm46.compute.distributed.bandwidth import BandwidthProbe
-from glm46.compute.distributed.device_time import OwnDeviceTime
 from glm46.compute.distributed.environment import launched_local_world_size
 from glm46.engine.reliability.loss_spikes import SpikeDetector
 from glm46.engine.reliability.stop import StopRequest
-from glm46.engine.reliability.stragglers import Stragglers
 from glm46.engine.reliability.watchdog import Watchdog
 from glm46.engine.training.observer import Observer
 from glm46.engine.training.saving import Saver
@@ -42,8 +38,6 @@ class StepRequests(NamedTuple):
     """The dump folder was deleted or renamed."""
     profile: int
     """A user has requested a profile."""
-    paces: list[int]
-    """See `Stragglers.shared_paces`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,6 @@ class Services:
     watchdog: Watchdog
     stop: StopRequest
     spikes: SpikeDetector
-    stragglers: Stragglers
     bandwidth: BandwidthProbe
 
     def requests(self, *, has_failed: bool) -> StepRequests:
@@ -68,7 +61,6 @@ class Services:
             failed=has_failed,
             lost_folder=self.observer.has_lost_folder(),
             profile=self.observer.requests_profile(),
-            paces=self.stragglers.shared_paces(),
         )
 
 
@@ -101,7 +93,6 @@ def services_of(
         meta: metadata of the checkpoint that was loaded, if any.
     """
     config = task.plan.config
-    process = task.cluster.process
     sigmas = config.training.spike_sigmas if task.has_loss_level else 0.0
     spikes = SpikeDetector(sigmas, SPIKE_WINDOW)
     if meta is not None and progress.step:  # not in a new run that has loaded weights
@@ -114,15 +105,5 @@ def services_of(
             watchdog=watchdog,
             stop=stop,
             spikes=spikes,
-            stragglers=Stragglers(process.rank, process.world_size, task.plan.layout.pp, _device_time(task)),
             bandwidth=BandwidthProbe(task.cluster, config.comm.bandwidth_interval, launched_local_world_size()),
         )
-
-
-def _device_time(task: Task) -> OwnDeviceTime | None:
-    """Return the timer of the layers of the main network on a GPU, or None."""
-    if task.cluster.device.type != "cuda" or task.cluster.process.world_size == 1:
-        return None
-    models = next(iter(task.networks.values())).models
-    layers = [layer for model in models for layer in (*model.layers.values(), *model.mtp.values())]
-    return OwnDeviceTime(layers, lambda: torch.cuda.Event(enable_timing=True))

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from glm46.compat import own_clock
 from glm46.engine.reliability.loss_spikes import NOT_FINITE
 from glm46.engine.training.gradients import scale_gradients
 from glm46.engine.training.network import StepSums
@@ -33,8 +32,6 @@ class StepOutcome(NamedTuple):
     gradient norm is a mean over the ranks, FP32."""
     fault: str | None
     """Reason why the step was skipped and nothing changed; None if it was not skipped."""
-    ready_at: float
-    """Time at which the gradients were available, by `own_clock`."""
     gradient_seconds: float
     """Seconds from the first forward until the gradients were available."""
 
@@ -76,7 +73,7 @@ def train_step(
     }
     sums = _losses_to_host(sum_over_all_ranks(local_sums))
     gradient_seconds = time.perf_counter() - began
-    outcome = StepOutcome(sums, None, own_clock(), gradient_seconds)
+    outcome = StepOutcome(sums, None, gradient_seconds)
     fault = _fault(outcome, totals, find_fault)
     if fault is not None:
         return outcome._replace(fault=fault)

@@ -137,12 +137,6 @@ CASES = [
     ),
     Case("BandwidthDrop", None, of_run(nccl_busbw_gbps__group_nodes=step(100, 71))),
     Case(
-        "SlowRank",
-        FAULT + 600,
-        of_run(training_slowest_rank_ratio=step(1.02, 1.2), training_slowest_rank=always(5)),
-        text="r: rank 5 takes more than 1.1 times as long as the others (n:9400)",
-    ),
-    Case(
         "TrainingMemoryNearlyFull",
         FAULT + 600,
         {

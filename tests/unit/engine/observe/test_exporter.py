@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[4]
 RUN = ("run", "r")
 
 GUIDE = ("training_loss", "training_learning_rate", "training_tokens_per_second", "training_steps_total")
-GUIDE += ("expert_balance_cv", "training_perplexity", "training_validation_loss", "training_slowest_rank_ratio")
+GUIDE += ("expert_balance_cv", "training_perplexity", "training_validation_loss")
 GUIDE += ("nccl_allreduce_time_ms", "nccl_bandwidth_gbps", "nccl_busbw_gbps")
 
 
