@@ -12,7 +12,7 @@ from math import expm1
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
-from glm46.run.parameters import Parameter, adapter_rows, layer_counts, layer_rows, part_rows
+from glm46.run.parameters import Parameter, active_elements, active_matrices, adapter_rows, layer_counts
 
 _TRAINING_OVER_FORWARD = 3
 _FROZEN_OVER_FORWARD = 2
@@ -40,7 +40,10 @@ class TrainingFlops:
 def matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterConfig | None = None) -> float:
     """Count the FLOPs per token of products with these rows. Under an adapter they are frozen and have no weight
     gradient."""
-    weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
+    return _product_flops(active_elements(rows, shape), adapter)
+
+
+def _product_flops(weights: int, adapter: AdapterConfig | None = None) -> float:
     forwards = _TRAINING_OVER_FORWARD if adapter is None else _FROZEN_OVER_FORWARD
     return float(forwards * _FLOPS_PER_MULTIPLY_ADD * weights)
 
@@ -88,12 +91,13 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     """Compute `training_flops` of each decoder layer, and of the head and the MTP layers."""
     attention = attention_flops(shape, seq_len)
     total = training_flops(shape, seq_len)
-    dense = matrix_flops(layer_rows(shape, "dense"), shape) + attention
-    moe = matrix_flops(layer_rows(shape, "moe"), shape) + attention
+    weights = active_matrices(shape)
+    dense = _product_flops(weights.dense) + attention
+    moe = _product_flops(weights.moe) + attention
     flops_of_layers = [
         dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)
     ]
-    return LayerFlops(flops_of_layers, matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
+    return LayerFlops(flops_of_layers, _product_flops(weights.head) + total.mtp)
 
 
 def training_flops(
@@ -106,13 +110,15 @@ def training_flops(
     """
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
     attention = attention_flops(shape, seq_len, document)
-    head = matrix_flops(part_rows(shape, "head"), shape, adapter)
-    dense = matrix_flops(layer_rows(shape, "dense"), shape, adapter)
-    moe = matrix_flops(layer_rows(shape, "moe"), shape, adapter)
-    mtp = matrix_flops(layer_rows(shape, "mtp"), shape, adapter)
+    weights = active_matrices(shape)
+    head = _product_flops(weights.head, adapter)
+    dense = _product_flops(weights.dense, adapter)
+    moe = _product_flops(weights.moe, adapter)
+    mtp = _product_flops(weights.mtp, adapter)
+    adapters = 0 if adapter is None else active_elements(adapter_rows(shape, adapter).values(), shape)
     return TrainingFlops(
         matrices=dense_layers * dense + moe_layers * moe + head,
-        adapters=0.0 if adapter is None else matrix_flops(adapter_rows(shape, adapter).values(), shape),
+        adapters=_product_flops(adapters),
         attention=shape.num_hidden_layers * attention,
         mtp=mtp_layers * (mtp + attention + head),
     )

@@ -51,11 +51,7 @@ def function_of_meta(meta: Mapping[str, Any]) -> NetworkFunction:
         shape = ModelShape.model_validate(without_gone_keys(meta[_SHAPE_KEY]))
     else:
         shape = resolve_shape(stored_config(meta["config"]).model)
-    return NetworkFunction(shape, _last_temperature(meta))
-
-
-def _last_temperature(meta: Mapping[str, Any]) -> float:
-    return meta.get(_TEMPERATURE_KEY) or next_temperature(meta)
+    return NetworkFunction(shape, meta.get(_TEMPERATURE_KEY) or next_temperature(meta))
 
 
 def next_temperature(meta: Mapping[str, Any]) -> float:
@@ -75,7 +71,8 @@ def gate_factor(meta: Mapping[str, Any], temperature: float) -> float:
         temperature: first temperature of the network. If it equals the next one of the checkpoint's own schedule, the
             schedule continues across two phases, and the factor is exactly 1.
     """
-    return 1.0 if temperature == next_temperature(meta) else temperature / _last_temperature(meta)
+    following = next_temperature(meta)
+    return 1.0 if temperature == following else temperature / (meta.get(_TEMPERATURE_KEY) or following)
 
 
 def is_gate(name: str) -> bool:

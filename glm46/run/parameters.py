@@ -8,11 +8,11 @@ fast. A test compares the rows with the parameters and buffers of the model.
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from glm46.config.adapter import BASE_FORMATS, AdapterConfig, AdapterTarget
 from glm46.config.model import ModelShape
@@ -397,6 +397,30 @@ def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
     """Return the numbers of dense, expert and MTP layers."""
     dense = min(shape.first_k_dense_replace, shape.num_hidden_layers)
     return dense, shape.num_hidden_layers - dense, shape.num_nextn_predict_layers
+
+
+def active_elements(rows: Iterable[Parameter], shape: ModelShape) -> int:
+    """Count the elements of the matrices among these rows that one token is multiplied with."""
+    return sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
+
+
+class ActiveMatrices(NamedTuple):
+    """`active_elements` of a layer of each kind, and of the head."""
+
+    dense: int
+    moe: int
+    mtp: int
+    head: int
+
+
+def active_matrices(shape: ModelShape) -> ActiveMatrices:
+    """Count the elements of matrices that one token is multiplied with, by part of the model."""
+    return ActiveMatrices(
+        dense=active_elements(layer_rows(shape, "dense"), shape),
+        moe=active_elements(layer_rows(shape, "moe"), shape),
+        mtp=active_elements(layer_rows(shape, "mtp"), shape),
+        head=active_elements(part_rows(shape, "head"), shape),
+    )
 
 
 def named_rows(shape: ModelShape, head: Head = "lm") -> dict[str, Parameter]:

@@ -1,6 +1,6 @@
 """Names of the tensors that a new run does not load from a checkpoint of an earlier phase."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -8,14 +8,17 @@ import torch.distributed as dist
 
 from glm46.config.checkpoint import CheckpointConfig
 from glm46.config.errors import UserError, raise_if
-from glm46.engine.training.checkpoint_content import checkpoint_tensors
 from glm46.engine.training.task import Task
 from glm46.storage.checkpoint.metadata import read_metadata
 
 
-def names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
-    """Return the names of tensors that this run does not load from the step folder of another run. Collective."""
-    names_here = list(checkpoint_tensors(task))
+def names_not_loaded(task: Task, names: Collection[str], folder: Path) -> frozenset[str]:
+    """Return the names of tensors that this run does not load from the step folder of another run. Collective.
+
+    Args:
+        names: names of the tensors of a checkpoint on this rank.
+    """
+    names_here = list(names)
     names_by_rank = [names_here]
     if (pipeline := task.cluster.meshes.pipeline) is not None:  # stages hold different tensors
         names_by_rank *= dist.get_world_size(pipeline)
@@ -23,7 +26,7 @@ def names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     metadata, faults = read_metadata(folder)
     if metadata is None:
         raise UserError(*faults)
-    ours = {name for names in names_by_rank for name in names if not name.startswith("rng.")}
+    ours = {name for rank_names in names_by_rank for name in rank_names if not name.startswith("rng.")}
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
     _, *others = task.networks  # only the main network continues an earlier phase
     excluded = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}

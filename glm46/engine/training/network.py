@@ -1,6 +1,6 @@
 """One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and their optimizer."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -96,16 +96,12 @@ class Network:
         self._compute_as(self.function._replace(router_temperature=temperature))
 
     @torch.no_grad()
-    def take_gates(self, meta: Mapping[str, Any], names: Container[str]) -> None:
-        """Scale gates that were read from a checkpoint with this meta, or from a folder of another program, for the
-        temperature that the network begins with; see `gate_factor`.
-
-        Args:
-            names: names of the weights that were read.
-        """
+    def take_gates(self, meta: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        """Scale the gates among weights that were read from a checkpoint with this meta, or from a folder of another
+        program, for the temperature that the network begins with; see `gate_factor`."""
         if (factor := gate_factor(meta, self.function.router_temperature)) != 1.0:
-            for name, tensor in self.weights().items():
-                if is_gate(name) and name in names:
+            for name, tensor in weights.items():
+                if is_gate(name):
                     local_tensor(tensor).mul_(factor)
 
     def _compute_as(self, function: NetworkFunction) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.ranks import Ranks
@@ -105,7 +106,7 @@ def read_weights(network: Network, opened: WeightFolder) -> dict[str, Any] | Non
     tensors = {name: weights[name] for name in opened.names}
     meta = run_on_all_ranks(lambda: opened.read(tensors))
     if meta is not None:
-        network.take_gates(meta, opened.names)
+        network.take_gates(meta, tensors)
     files = opened.files() if _has_frozen_weights(network) else []
     if files:
         network.frozen_files.update(hash_files(files, Ranks.of_this_run()))
@@ -132,10 +133,11 @@ def _refuse_other_origin(task: Task, weights: WeightSource, meta: dict[str, Any]
 def _load_phase(task: Task, checkpoints: CheckpointManager, folder: Path) -> dict[str, Any]:
     """Load what the [checkpoint] initial_load keys ask for from the step folder of an earlier phase, and return its
     metadata. Collective."""
-    ignored = names_not_loaded(task, folder)
-    meta = _load(task, checkpoints, folder, ignored=ignored)
+    tensors = checkpoint_tensors(task)
+    ignored = names_not_loaded(task, tensors, folder)
+    meta = _load(task, checkpoints, folder, tensors, ignored=ignored)
     main = next(iter(task.networks.values()))
-    main.take_gates(meta, {name for name in main.weights() if f"model.{name}" not in ignored})
+    main.take_gates(meta, {name: weight for name, weight in main.weights().items() if f"model.{name}" not in ignored})
     return meta
 
 
@@ -186,24 +188,31 @@ def _folder_of(source: int | Path, checkpoints: CheckpointManager) -> Path:
 
 def _resume(task: Task, checkpoints: CheckpointManager, source: int | Path) -> dict[str, Any]:
     """Load all tensors, and set the router temperature of the last step. Collective."""
-    meta = _load(task, checkpoints, source)
+    meta = _load(task, checkpoints, source, checkpoint_tensors(task))
     for name in task.objectives:
         task.networks[name].route_at(function_of_meta(meta).router_temperature)
     return meta
 
 
 def _load(
-    task: Task, checkpoints: CheckpointManager, source: int | Path, ignored: Collection[str] = ()
+    task: Task,
+    checkpoints: CheckpointManager,
+    source: int | Path,
+    tensors: dict[str, Tensor],
+    ignored: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load all tensors except `ignored` from a step of this run, or from the step folder of another run. Collective.
+
+    Args:
+        tensors: see `checkpoint_tensors`; the values are written into them.
 
     Returns:
         The metadata of the checkpoint.
     """
-    tensors = {name: tensor for name, tensor in checkpoint_tensors(task).items() if name not in ignored}
+    loaded = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     # Optional: with another number of ranks there are other generators. No result depends on them.
     try:
-        meta = checkpoints.load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+        meta = checkpoints.load(source, loaded, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
         faults = explain_load_faults(error.faults, task.plan.config, _folder_of(source, checkpoints))
         raise UserError(*on_first_rank(*faults)) from None
