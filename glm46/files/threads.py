@@ -10,6 +10,14 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
+def start_daemon(work: Callable[[], None], name: str) -> threading.Thread:
+    """Run work in a daemon thread, before whose end the process can end. The thread prints the traceback of an
+    error."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 def in_thread(work: Callable[[], _Result]) -> Future[_Result]:
     """Run blocking work in a daemon thread. The process can end before it, unlike before the threads of an executor."""
     future: Future[_Result] = Future()
@@ -23,7 +31,7 @@ def in_thread(work: Callable[[], _Result]) -> Future[_Result]:
             if not isinstance(error, Exception):
                 raise
 
-    threading.Thread(target=run, daemon=True).start()
+    start_daemon(run, "call")
     return future
 
 

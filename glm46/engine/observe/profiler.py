@@ -20,6 +20,7 @@ from glm46 import compat
 from glm46.config.errors import UserError
 from glm46.config.profiling import ProfilingConfig, snapshot_fault
 from glm46.engine.observe.module_flops import flops_rows, format_flops
+from glm46.files.threads import start_daemon
 
 REQUEST_FILE = "profile"
 """File in the dump folder that requests a profile of the next steps; it is removed on detection."""
@@ -33,7 +34,7 @@ class _Request:
         self._path = path
         self._is_seen = threading.Event()
         self._is_over = threading.Event()
-        threading.Thread(target=self._run, name="profile request", daemon=True).start()
+        start_daemon(self._run, "profile request")
 
     def _run(self) -> None:
         while not self._is_over.is_set():

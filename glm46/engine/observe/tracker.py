@@ -5,11 +5,11 @@ import importlib
 import importlib.util
 import json
 import queue
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.files.threads import start_daemon
 
 ID_FILE = "tracker.json"
 """File in the dump folder with the id of the run at Weights & Biases, by which a restart continues it."""
@@ -43,8 +43,7 @@ class Tracker:
         self._rows: queue.Queue[dict[str, float] | None] = queue.Queue(_WAITING_ROWS)
         if is_new:
             (folder / ID_FILE).unlink(missing_ok=True)
-        self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon(self._send, "tracker")
 
     def write(self, row: Mapping[str, float | None]) -> None:
         """Queue a row; columns without a value are skipped. Never waits."""

@@ -4,6 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from glm46.files.threads import start_daemon
+
 _PATIENCE_SECONDS = 2.0
 _END_SECONDS = 60.0
 """Maximum wait for the remaining calls at the end of a run."""
@@ -25,7 +27,7 @@ class Writes:
         self._given = self._made = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        start_daemon(self._run, name)
 
     def make(self, call: Callable[[], None]) -> None:
         """Execute a call.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from glm46.config.errors import UserError
+from glm46.files.threads import start_daemon
 
 EXIT_STOPPED = 75
 """Exit code of a rank that has stopped on request and has saved: run the same command again. Source: EX_TEMPFAIL of
@@ -51,7 +52,7 @@ class SignalListener:
         # A process started by `nohup` ignores SIGHUP.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         self._previous = {number: signal.signal(number, lambda *_: None) for number in set(signals) - ignored}
-        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        start_daemon(self._listen, "signals")
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""

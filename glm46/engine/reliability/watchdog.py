@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from glm46.engine.reliability.hang_report import collectives_here, describe_hang
 from glm46.engine.reliability.stack_frames import innermost_frames
 from glm46.engine.reliability.stop import EXIT_HANG
 from glm46.engine.reliability.verdict import VERDICT_FILE, write_verdict
+from glm46.files.threads import start_daemon
 
 _TICK_SECONDS = 0.25
 _ASK_SECONDS = 1.0
@@ -91,9 +93,8 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self._alarm = Alarm(clone_store(), process.rank, process.world_size) if process.world_size > 1 else None
         if self._alarm is not None:
-            threading.Thread(target=self._listen, args=(self._alarm,), name="alarm", daemon=True).start()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+            start_daemon(partial(self._listen, self._alarm), "alarm")
+        self._thread = start_daemon(self._watch, "watchdog")
 
     def step_begins(self, step: int) -> None:
         """Start a step, and end the timing of the previous one."""
@@ -208,15 +209,14 @@ class Watchdog:
         """Make sure that the process ends, even if a later call hangs, or the interpreter is blocked (second timer)."""
 
         def give_up() -> None:
+            time.sleep(_PATIENCE_SECONDS)
             # os.write instead of print: the report may hold the lock of print, and the reader of the output may be
             # stopped.
             text = f"error: rank {self._process.rank} ends, {_PATIENCE_SECONDS:.0f} s after the alarm\n"
             _within(_CALL_SECONDS, os.write, 2, text.encode())
             os._exit(EXIT_HANG)
 
-        end = threading.Timer(_PATIENCE_SECONDS, give_up)
-        end.daemon = True
-        end.start()
+        start_daemon(give_up, "end")
         faulthandler.dump_traceback_later(_PATIENCE_SECONDS + 1.0, exit=True, file=self._stacks)
 
     def _keep_stacks(self) -> None:
@@ -289,9 +289,7 @@ def _within(seconds: float, call: Callable[..., _Result], *arguments: object) ->
         with contextlib.suppress(RuntimeError, OSError):
             results.append(call(*arguments))
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_daemon(work, "call").join(seconds)
     return results[0] if results else None
 
 

@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
-from glm46.files.threads import map_in_threads
+from glm46.files.threads import map_in_threads, start_daemon
 from glm46.operate.launch.hostfile import Host
 
 CLIENTS = ("ssh", "srun")
@@ -204,8 +205,7 @@ class HostProcesses:
         try:
             for index, (name, words) in enumerate(commands):
                 self._running[index] = _start(words, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
-                thread = threading.Thread(target=self._read, args=(index,), name=f"output of {name}", daemon=True)
-                thread.start()
+                start_daemon(partial(self._read, index), f"output of {name}")
         except BaseException:
             self.disconnect()
             raise

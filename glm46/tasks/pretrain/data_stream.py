@@ -4,10 +4,10 @@ import hashlib
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import parent_process
 
 from glm46.compute.distributed.mesh import Cluster
@@ -15,6 +15,7 @@ from glm46.compute.distributed.process_control import die_with_parent
 from glm46.engine.reliability.stop import SIGNALS
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
+from glm46.files.threads import start_daemon
 from glm46.run.curriculum import TextStage, describe_attention, stage_at
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
@@ -169,8 +170,8 @@ def begin_worker(_number: int) -> None:
     dies."""
     die_with_parent()
     rank = parent_process()
-    assert rank is not None, "called outside of a worker"
-    threading.Thread(target=_end_with, args=(rank.pid,), name="signals", daemon=True).start()
+    assert rank is not None and rank.pid is not None, "called outside of a worker"
+    start_daemon(partial(_end_with, rank.pid), "signals")
 
 
 def _end_with(rank_pid: int) -> None:
