@@ -501,10 +501,10 @@ def plain_any(modules: dict[str, Module]) -> list[str]:
 
 MOST_OF_EACH: dict[Callable[[dict[str, Module]], list[str]], int] = {
     oversized: 27,
-    packed_assignments: 6,
+    packed_assignments: 5,
     skipped_formats: 0,
     pronoun_names: 2,
-    imports_in_functions: 44,
+    imports_in_functions: 43,
     plain_any: 46,
 }
 """Habits that make code hard to read, with the number of places that still have them. A number may only fall."""
