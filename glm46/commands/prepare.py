@@ -8,12 +8,12 @@ import tomli
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError
-from glm46.config.hub_ids import hub_keys
+from glm46.config.fields import hub_keys
 from glm46.config.loader import load_config, read_table
 from glm46.config.options import VerbParser, verb_parser
 from glm46.config.overrides import key_parts
 from glm46.config.rules import described
-from glm46.config.rules_effect import idle_faults
+from glm46.config.rules_fields import idle_faults
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate
 from glm46.files.standard_output import print_line

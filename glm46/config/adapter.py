@@ -5,7 +5,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from glm46.config.section import ModelFolder, Needs, OnHub, Removed, Section, real_folder
+from glm46.config.field_rules import Excludes, Needs
+from glm46.config.finetune import WITH_REFERENCE
+from glm46.config.section import DISTINCT, ModelFolder, OnHub, Removed, Section, real_folder
 
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
@@ -43,7 +45,7 @@ class AdapterConfig(Section):
     rank: int = Field(32, ge=1)
     """Rows of A and columns of B."""
 
-    expert_rank: int | None = Field(None, ge=1)
+    expert_rank: Annotated[int | None, Needs("targets", "experts")] = Field(None, ge=1)
     """Rank in the routed experts. A token uses num_experts_per_tok of them, so ``rank`` divided by that number gives
     experts their share of the active parameters. Absent: ``rank``."""
 
@@ -51,7 +53,9 @@ class AdapterConfig(Section):
     """The scale of all adapters, including those of experts, is alpha / rank. For the scale of rank-stabilised adapters
     (arXiv 2312.03732) multiply alpha by sqrt(rank)."""
 
-    targets: tuple[AdapterTarget, ...] = ("attention", "dense", "shared_experts", "experts")
+    targets: Annotated[tuple[AdapterTarget, ...], DISTINCT] = Field(
+        ("attention", "dense", "shared_experts", "experts"), min_length=1
+    )
     """What is adapted: the query, key, value and output projections of attention; the feed-forward networks of dense
     layers; the shared experts; the routed experts. Router, embedding and output head are never adapted."""
 
@@ -65,7 +69,16 @@ class AdapterConfig(Section):
     (arXiv 2305.14314), quantised in blocks of 64. Projections whose inputs are not a multiple of the group or block
     stay in training.mixed_precision_param, as all do if the key is absent."""
 
-    initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
+    initial_load_path: Annotated[
+        ModelFolder | None,
+        OnHub("model"),
+        Excludes(
+            "finetune.preference.loss_type",
+            WITH_REFERENCE,
+            reason="whose reference is the base without adapters",
+            remedy="merge them with 'convert merge' and start from the merged folder",
+        ),
+    ] = None
     """A PEFT folder, or ``hf://owner/name`` of the hub, from whose adapters training continues, with a new optimizer.
     Kind, targets, layers and ranks must be the same. Its alpha may differ; B is then scaled. Absent: new adapters,
     which change nothing."""

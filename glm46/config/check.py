@@ -6,13 +6,11 @@ from glm46.config import (
     float8_layers,
     rules_adapter,
     rules_data,
-    rules_effect,
-    rules_finetune,
+    rules_fields,
     rules_layout,
     rules_model,
     rules_pipeline,
     rules_rl,
-    rules_rollout,
     rules_run,
 )
 from glm46.config.faults import Fault
@@ -22,10 +20,8 @@ from glm46.config.run_config import RunConfig
 _FILES: tuple[ModuleType, ...] = (
     rules_run,
     rules_data,
-    rules_finetune,
     rules_rl,
-    rules_rollout,
-    rules_effect,
+    rules_fields,
     rules_model,
     rules_adapter,
     rules_layout,

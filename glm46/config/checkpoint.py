@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Removed, Section, real_folder
+from glm46.config.field_rules import Excludes, Needs
+from glm46.config.finetune import WITH_REFERENCE
+from glm46.config.section import LocalPath, ModelFolder, OnHub, Removed, RunFolder, Section, real_folder
 
 
 class CheckpointConfig(Section):
@@ -14,7 +16,7 @@ class CheckpointConfig(Section):
     enable: bool = True
     """Save checkpoints and resume from the newest one in ``folder``."""
 
-    folder: Annotated[LocalPath, Needs("enable")] = "checkpoint"
+    folder: Annotated[RunFolder, Needs("enable")] = "checkpoint"
     """Folder of this run alone, under job.dump_folder or absolute; step N is in ``step-00000N``."""
 
     interval: Annotated[int, Needs("enable")] = Field(500, ge=1)
@@ -72,7 +74,13 @@ class CheckpointConfig(Section):
     text that the earlier phase has read. The clock begins at lr_scheduler.start_tokens in both cases."""
 
     initial_load_exclude: Annotated[
-        tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)
+        tuple[str, ...],
+        Needs("initial_load_path"),
+        Needs("initial_load_in_hf", False),
+        Excludes("adapter", reason="whose base is loaded whole"),
+        Excludes(
+            "finetune.preference.loss_type", WITH_REFERENCE, reason="whose reference is all that the run begins with"
+        ),
     ] = ()
     """Do not load names that match these patterns (``model.mtp.*``); they keep their initial values."""
 
@@ -80,7 +88,9 @@ class CheckpointConfig(Section):
     """initial_load_path is a Hugging Face folder: config.json and safetensors of GLM-4.5 or 4.6, read directly into
     each rank's shards. Optimizer, clock and data position start fresh."""
 
-    last_save_in_hf: bool = False
+    last_save_in_hf: Annotated[
+        bool, Excludes("finetune.preference.loss_type", "reward", reason="for which transformers has no form")
+    ] = False
     """When the budget is spent, write the BF16 weights as a Hugging Face folder too, under job.dump_folder/huggingface;
     with [adapter] only the adapters, as a PEFT folder."""
 
@@ -104,7 +114,7 @@ class MetricsConfig(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard event files."""
 
-    save_tb_folder: Annotated[LocalPath, Needs("enable_tensorboard")] = "tb"
+    save_tb_folder: Annotated[RunFolder, Needs("enable_tensorboard")] = "tb"
     """Folder of the event files of this run alone, under job.dump_folder or absolute."""
 
     prometheus_port: int | None = Field(None, ge=1, le=65535)

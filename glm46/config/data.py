@@ -3,10 +3,11 @@
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from glm46.config.field_rules import OF_TEXT, AtMost, Excludes
 from glm46.config.model import ModelShape, RopeScalingConfig
-from glm46.config.section import OF_TEXT, CountOrAll, LocalPath, Section
+from glm46.config.section import CountOrAll, LocalPath, Section
 from glm46.config.text_recipe import Recipe
 
 
@@ -33,14 +34,27 @@ class SourceConfig(Section):
     """How to make the shards when ``path`` does not exist. Absent: the shards must exist."""
 
 
+def _shares(weights: tuple[float, ...]) -> tuple[float, ...]:
+    if weights and (min(weights) < 0 or not sum(weights)):
+        raise ValueError("no weight may be negative, and at least one must be above 0; correct it")
+    return weights
+
+
+def _range(documents: tuple[float, float]) -> tuple[float, float]:
+    low, high = documents
+    if not 0.0 <= low < high <= 1.0:
+        raise ValueError("must be [low, high] with 0 <= low < high <= 1; correct it")
+    return documents
+
+
 class DataStageConfig(Section):
     """[[data.stages]]: the sequence length, the mixture and the attention from a token count on."""
 
     start_tokens: int = Field(ge=0)
     """Start of the stage, in tokens since the start of the curriculum. It takes effect at the next sample."""
 
-    seq_len: int | None = Field(None, ge=2)
-    """Tokens per sequence, at most training.seq_len, which validation uses. Absent: training.seq_len."""
+    seq_len: Annotated[int | None, AtMost("training.seq_len")] = Field(None, ge=2)
+    """Tokens per sequence; validation uses training.seq_len. Absent: training.seq_len."""
 
     sliding_window: CountOrAll | None = None
     """Each token attends to at most this many tokens, itself included. -1: to all previous tokens, also where
@@ -50,10 +64,10 @@ class DataStageConfig(Section):
     """Stretching of positions, a table like [model.shape.rope_scaling]. A factor of 1 stretches nothing, also where
     model.shape.rope_scaling is set. Absent: model.shape.rope_scaling."""
 
-    weights: tuple[float, ...] | None = None
+    weights: Annotated[tuple[float, ...], AfterValidator(_shares)] | None = None
     """Share of each source in the order of data.sources; 0 skips a source. Absent: the weights of the sources."""
 
-    documents: tuple[float, float] = (0.0, 1.0)
+    documents: Annotated[tuple[float, float], AfterValidator(_range)] = (0.0, 1.0)
     """Part of each source's documents to read, as a range of shares; a hash places each document in [0, 1). Stages with
     different sequence lengths that read the same source need ranges that do not overlap."""
 
@@ -77,7 +91,9 @@ class DataConfig(Section):
     """Mixtures, sequence lengths and attention by token count. Absent: one stage with training.seq_len and the weights
     of the sources."""
 
-    document_mask: bool = False
+    document_mask: Annotated[
+        bool, Excludes("rl", when=False, reason="whose samples would read each other where they share a row")
+    ] = False
     """Attend only within a document and restart positions at its first token. Labels never cross documents
     either way."""
 

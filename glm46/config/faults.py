@@ -35,10 +35,11 @@ def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
 
 def near_values(value: int, most: int, fits: Callable[[int], bool]) -> str:
     """Return a remedy with the nearest numbers below and above a value, from 1 to ``most``, that fit: ``take 2 or 4``.
-    At least one number must fit. It tries each number in turn; where a fitting one can be far away, compute it."""
+    It tries each number in turn; where a fitting one can be far away, compute it."""
     sides = range(min(value - 1, most), 0, -1), range(value + 1, most + 1)
     nearest_fitting = [next(filter(fits, side), None) for side in sides]
-    return f"take {' or '.join(str(number) for number in nearest_fitting if number)}"
+    fitting = [str(number) for number in nearest_fitting if number]
+    return f"take {' or '.join(fitting) or 'another value'}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -4,7 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Removed, Section
+from glm46.config.field_rules import Excludes, Needs, Requires
+from glm46.config.section import Removed, Section
+
+WITH_REFERENCE = ("sigmoid", "ipo", "kto")
+"""Values of ``loss_type`` that compare the policy with a reference."""
 
 
 class PreferenceConfig(Section):
@@ -14,7 +18,14 @@ class PreferenceConfig(Section):
 
     removed = {"label_smoothing": Removed("each label is taken as it is; remove it, or remove doubtful pairs")}
 
-    loss_type: Literal["sigmoid", "ipo", "simpo", "orpo", "kto", "reward"] = "sigmoid"
+    loss_type: Annotated[
+        Literal["sigmoid", "ipo", "simpo", "orpo", "kto", "reward"],
+        Requires(
+            "checkpoint.initial_load_path",
+            when=WITH_REFERENCE,
+            remedy="name the weights that the first start had: every start reads the reference from them",
+        ),
+    ] = "sigmoid"
     """sigmoid: DPO (arXiv 2305.18290). ipo: IPO (arXiv 2310.12036), with log-ratios per token. simpo: SimPO (arXiv
     2405.14734), without a reference. orpo: ORPO (arXiv 2403.07691), without a reference, and with the cross-entropy of
     the chosen completions. kto: KTO (arXiv 2402.01306), of sources of labelled answers (format = "unpaired_preference")
@@ -42,7 +53,7 @@ class PreferenceConfig(Section):
     @property
     def has_reference(self) -> bool:
         """True if the loss compares the policy with a reference."""
-        return self.loss_type not in ("simpo", "orpo", "reward")
+        return self.loss_type in WITH_REFERENCE
 
 
 class FineTuneConfig(Section):
@@ -57,7 +68,10 @@ class FineTuneConfig(Section):
     """Pairs of answers, or labelled ones, and the loss that learns from them. Absent: the targets of conversations are
     learned by cross-entropy."""
 
-    samples: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    samples: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Excludes("preference.loss_type", "reward", reason="which gives a number and no text"),
+    ] = ()
     """Messages of a user; the greedy answers to them are printed before the first step and after the last one, on any
     layout. Each new token runs the model on all samples without a cache. Absent: no answers."""
 

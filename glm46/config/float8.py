@@ -2,13 +2,17 @@
 
 from typing import Annotated, Literal
 
-from glm46.config.section import Needs, Section
+from glm46.config.field_rules import Excludes, Needs
+from glm46.config.section import Section
 
 
 class Float8Config(Section):
     """[float8]: products that are computed with operands in 8-bit floating point (docs/float8.md)."""
 
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    recipe_name: Annotated[
+        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None,
+        Excludes("adapter", reason="whose layers are not converted", remedy="remove [float8]"),
+    ] = None
     """torchao's recipe for the linear layers. tensorwise: one scale per tensor. rowwise: one scale per row or column.
     rowwise_with_gw_hp: as rowwise, but weight gradients stay in training.mixed_precision_param. Absent: no FP8."""
 

@@ -123,19 +123,6 @@ def filters_leave_something(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 @rule
-def kernels_give_bf16(config: RunConfig) -> Faults:
-    """GPU kernels return products in BF16: torch rejects other dtypes for all recipes except tensorwise."""
-    float8 = config.float8
-    dtype = config.training.mixed_precision_param
-    if float8.recipe_name is not None and not float8.emulate and dtype != "bfloat16":
-        yield fault(
-            "`training.mixed_precision_param`: the results of FP8 products are bfloat16 on a GPU; set it to "
-            '"bfloat16", or float8.emulate = true',
-            "float8.emulate",
-        )
-
-
-@rule
 def fp8_divides_the_layers(config: RunConfig, shape: ModelShape) -> Faults:
     """On each rank, inputs and outputs of converted layers are multiples of `FP8_MULTIPLE`, and those of experts are
     multiples of what their recipe needs."""
@@ -147,7 +134,8 @@ def fp8_divides_the_layers(config: RunConfig, shape: ModelShape) -> Faults:
     for layer in linear_layers(shape, float8, tp):
         if layer.excluded_by is None and (layer.outputs % FP8_MULTIPLE or layer.inputs % FP8_MULTIPLE):
             uneven.setdefault(layer.name.rpartition(".")[2], layer)
-    for first in list(uneven.values())[:1]:
+    if uneven:
+        first = next(iter(uneven.values()))
         yield fault(
             f"`float8.recipe_name`: {first.name} has {first.inputs} inputs and {first.outputs} outputs on a rank, and "
             f"FP8 products need multiples of {FP8_MULTIPLE}; set float8.filter_fqns = {show(list(uneven))}",

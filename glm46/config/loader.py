@@ -7,7 +7,7 @@ are reported at once, each with its origin.
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 import tomli_w
@@ -16,10 +16,11 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.check import find_faults
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import Fault, nearest
+from glm46.config.fields import with_defaults
 from glm46.config.model import GONE_KEYS, ModelConfig, ModelShape
-from glm46.config.overrides import Override, apply_overrides, dotted, key_parts, parse_overrides, take_out
+from glm46.config.overrides import Override, apply_overrides, key_parts, parse_overrides, take_out
 from glm46.config.rules import with_value
-from glm46.config.rules_effect import idle_keys
+from glm46.config.rules_fields import idle_keys
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 
@@ -51,30 +52,19 @@ def load_config(
     faults += apply_overrides(table, parsed) + apply_overrides(table, varied)
     overridden = [override.key for override in (*parsed, *varied)]
     config, invalid = validate_table(table)
-    # The command line may switch off a feature whose keys the file sets: drop these keys.
+    # The command line may switch off a feature whose keys the file sets: they have their defaults.
     switched_off = [
-        idle.place
+        idle.key
         for idle in idle_keys(config)
-        if idle.remedy
-        and _any_touches([idle.switch], overridden)
-        and not _any_touches([dotted(idle.place)], overridden)
+        if idle.remedy and _any_touches([idle.switch], overridden) and not _any_touches([idle.key], overridden)
     ]
-    for place in switched_off:
-        take_out(table, place)
-    if switched_off:
-        config, invalid = validate_table(table)
-    faults += invalid
+    config = with_defaults(config, switched_off)
+    faults += [fault for fault in invalid if not _any_touches(fault.keys, switched_off)]
     in_doubt = [key for fault in faults for key in (*fault.keys, *fault.doubtful)]
     # A rule that reads an uncertain key would report a default that is not in the file.
     faults += [fault for fault in find_faults(config, world_size) if not _any_touches(fault.keys, in_doubt)]
-    if faults:
-        overrider = variant[0] or "command line"
-        origins = [_origin(fault, path, written, overridden, overrider) for fault in faults]
-        messages = [
-            _with_default_named(fault, config, written, overridden) if origin == overrider else fault.message
-            for origin, fault in zip(origins, faults, strict=True)
-        ]
-        raise UserError(*(f"{origin}: {message}" for origin, message in zip(origins, messages, strict=True)))
+    sources = _Sources(path, written, variant[0] or "command line", overridden)
+    raise_if([sources.message(fault, config) for fault in faults])
     return config
 
 
@@ -86,8 +76,7 @@ def config_from(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """
     config, faults = validate_table({"model": {"flavor": "debug"}, "training": {"steps": 1, "seq_len": 2}, **sections})
     faults += [fault for fault in find_faults(config, None) if any(key.split(".")[0] in sections for key in fault.keys)]
-    if faults:
-        raise UserError(*(fault.message for fault in faults))
+    raise_if([fault.message for fault in faults])
     return config
 
 
@@ -96,7 +85,7 @@ def dump_config(config: RunConfig) -> str:
     which are faults when set, are skipped."""
     table = config.model_dump(exclude_none=True)
     for idle in idle_keys(config):
-        take_out(table, idle.place)
+        take_out(table, key_parts(idle.key))
     if not table["model"]["shape"]:  # the flavor says it all
         del table["model"]["shape"]
     return tomli_w.dumps(table)
@@ -209,30 +198,32 @@ def _any_touches(keys: Sequence[str], others: Sequence[str]) -> bool:
     return any(_is_inside(key, other) or _is_inside(other, key) for key in keys for other in others)
 
 
-def _origin(fault: Fault, path: Path, written: dict, overridden: Sequence[str], overrider: str) -> str:
-    """Return the origin of the keys of a fault: the file, the overrider (the command line) or both. Absent keys belong
-    to the file."""
-    origins = set() if fault.keys else {overrider}
-    for key in fault.keys:
-        if any(_is_inside(key, override) for override in overridden):
-            origins.add(overrider)
-            continue
-        if any(_is_inside(override, key) for override in overridden):
-            origins.add(overrider)
-        if _states(written, key):
-            origins.add(str(path))
-    return " and ".join(sorted(origins, key=lambda origin: origin == overrider)) or str(path)
+class _Sources(NamedTuple):
+    """The places in which the keys of a config are set."""
 
+    file: Path
+    written: dict[str, Any]
+    """Table of the file."""
+    overrider: str
+    """The command line, or the name of a variant."""
+    overridden: Sequence[str]
 
-def _with_default_named(fault: Fault, config: RunConfig, written: dict, overridden: Sequence[str]) -> str:
-    """Return the message of a fault of the command line. If it begins with a value that neither file nor command line
-    sets, mark the value as the default: the user could not find it otherwise."""
-    key = fault.keys[0] if fault.keys else ""
-    is_stated = _any_touches([key], overridden) or _states(written, key)
-    if is_stated or not key or not fault.message.startswith(f"{key} = "):
-        return fault.message
-    value = with_value(config, key)
-    return fault.message.replace(value, f"{value} (the default)", 1)
+    def message(self, fault: Fault, config: RunConfig) -> str:
+        """Return the message of a fault after the origin of its keys: the file, the overrider or both. Absent keys
+        belong to the file. A default that the overrider makes a fault is marked as one, because the user could not find
+        it otherwise."""
+        is_inside = [any(_is_inside(key, other) for other in self.overridden) for key in fault.keys]
+        names = []
+        if any(not inside and _states(self.written, key) for inside, key in zip(is_inside, fault.keys, strict=True)):
+            names.append(str(self.file))
+        if not fault.keys or _any_touches(fault.keys, self.overridden):
+            names.append(self.overrider)
+        message = fault.message
+        if names == [self.overrider] and fault.keys and not _any_touches(fault.keys[:1], self.overridden):
+            value = with_value(config, fault.keys[0])
+            if " = " in value and message.startswith(value):
+                message = message.replace(value, f"{value} (the default)", 1)
+        return f"{' and '.join(names) or self.file}: {message}"
 
 
 def _states(table: dict, key: str) -> bool:

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
-from glm46.config.section import ModelFolder, Needs, OnHub, Section
+from glm46.config.field_rules import AtMost, Excludes, Needs, Requires
+from glm46.config.section import ModelFolder, OnHub, Section
 
 _YARN = Needs("rope_type", "yarn")
 
@@ -15,14 +16,17 @@ GONE_KEYS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 class RopeScalingConfig(Section):
     """[model.shape.rope_scaling]: stretch the rotary positions beyond the length trained on."""
 
-    rope_type: Literal["linear", "yarn"]
+    rope_type: Annotated[
+        Literal["linear", "yarn"],
+        Requires("original_max_position_embeddings", when="yarn", remedy="set the length of the previous training"),
+    ]
     """linear: position interpolation (arXiv 2306.15595). yarn: arXiv 2309.00071. GLM itself only raises rope_theta."""
 
     factor: float = Field(ge=1.0)
     """Target length divided by original length."""
 
     original_max_position_embeddings: Annotated[int | None, _YARN] = Field(None, ge=1)
-    """yarn: length that the model was trained on before; required."""
+    """yarn: length that the model was trained on before."""
 
     beta_fast: Annotated[float, _YARN] = Field(32.0, gt=0.0)
     """yarn: turns within the original length above which a frequency stays unchanged."""
@@ -43,7 +47,7 @@ class ModelShape(Section):
     num_hidden_layers: int = Field(ge=1, le=1024)
     """Decoder layers, multi-token prediction layers not counted."""
 
-    first_k_dense_replace: int = Field(ge=0)
+    first_k_dense_replace: Annotated[int, AtMost("num_hidden_layers")] = Field(ge=0)
     """The first layers with a dense feed-forward network instead of experts."""
 
     intermediate_size: int = Field(ge=1)
@@ -55,7 +59,7 @@ class ModelShape(Section):
     n_routed_experts: int = Field(ge=1, le=65536)
     """Routed experts per layer."""
 
-    num_experts_per_tok: int = Field(ge=1)
+    num_experts_per_tok: Annotated[int, AtMost("n_routed_experts")] = Field(ge=1)
     """Routed experts each token uses."""
 
     n_shared_experts: int = Field(ge=0)
@@ -116,7 +120,11 @@ class ModelShape(Section):
     max_position_embeddings: int = Field(ge=1)
     """Longest sequence that the weights are meant for."""
 
-    num_nextn_predict_layers: int = Field(1, ge=0, le=1024)
+    num_nextn_predict_layers: Annotated[
+        int,
+        Excludes("adapter", reason="which does not train prediction layers"),
+        Excludes("finetune.preference", reason="which does not train prediction layers"),
+    ] = Field(1, ge=0, le=1024)
     """Multi-token prediction layers; each predicts one more token ahead."""
 
     @property

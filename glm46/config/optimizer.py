@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from glm46.config.faults import show
-from glm46.config.section import LocalPath, Needs, Removed, Section
+from glm46.config.field_rules import Excludes, Needs, Requires
+from glm46.config.section import LocalPath, Removed, Section
 
 _MUON = Needs("name", "Muon")
 
@@ -20,7 +21,15 @@ class OptimizerConfig(Section):
         "lm_head": Removed("the output head is under AdamW; remove it"),
     }
 
-    name: Literal["Muon", "AdamW"] = "Muon"
+    name: Annotated[
+        Literal["Muon", "AdamW"],
+        Excludes(
+            "adapter",
+            when="Muon",
+            reason="whose factors of a matrix Muon is not meant for",
+            remedy='set optimizer.name = "AdamW"',
+        ),
+    ] = "Muon"
     """Muon: matrices, routers and experts under Muon; embedding, output head, norms and biases under AdamW, as in
     Moonlight. AdamW: everything under AdamW."""
 
@@ -56,7 +65,10 @@ class OptimizerConfig(Section):
     """Type of the optimizer states. 8bit: torchao's levels, with a scale per block. Types other than FP32 are rounded
     stochastically (docs/training.md)."""
 
-    state_offload: Literal["none", "cpu", "nvme"] = "none"
+    state_offload: Annotated[
+        Literal["none", "cpu", "nvme"],
+        Requires("state_offload_folder", when="nvme", remedy="set optimizer.state_offload_folder to a local disk"),
+    ] = "none"
     """cpu: optimizer states stay in host memory (pinned if there is a GPU) and are copied to the device and back while
     other weights are updated. nvme: they stay in a file on a local disk, and pass through host memory. Results and
     checkpoints are bit-identical."""

@@ -4,7 +4,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from glm46.config.section import CountOrAll, Needs, Removed, Section
+from glm46.config.field_rules import Divides, Excludes, Needs
+from glm46.config.section import DISTINCT, CountOrAll, Removed, Section
 
 
 class PipelineSchedule(NamedTuple):
@@ -29,6 +30,9 @@ PIPELINE_SCHEDULES = {
     "DualPipeV": PipelineSchedule(2, is_v_shaped=True, splits_backward=True),
 }
 
+_SPLIT_BACKWARD = tuple(name for name, schedule in PIPELINE_SCHEDULES.items() if schedule.splits_backward)
+_NO_DEEPEP = 'set parallelism.expert_exchange = "two_level"'
+
 
 class ParallelismConfig(Section):
     """[parallelism]: the mesh. Degrees multiply to the number of processes; experts borrow their axis."""
@@ -45,11 +49,26 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: CountOrAll = -1
     """Ranks over which parameters, gradients and optimizer states are sharded (FSDP2). -1: all remaining ranks."""
 
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    fsdp_reshard_after_forward: Annotated[
+        Literal["default", "always", "never"],
+        Excludes(
+            "pipeline_parallel_schedule",
+            _SPLIT_BACKWARD,
+            when="always",
+            reason="which splits backward and loses gradients of weights that are freed after forward",
+            remedy='set parallelism.fsdp_reshard_after_forward = "default" or "never"',
+        ),
+    ] = "default"
     """Free gathered weights after forward (always), keep them for backward (never), or always except under pipeline
     parallelism (default)."""
 
-    tensor_parallel_degree: int = Field(1, ge=1)
+    tensor_parallel_degree: Annotated[
+        int,
+        Divides("model.shape.num_attention_heads"),
+        Divides("model.shape.vocab_size"),
+        # Tensor parallelism splits the part of a sequence that context parallelism leaves to a rank.
+        Divides("training.seq_len", times="context_parallel_degree"),
+    ] = Field(1, ge=1)
     """Ranks that share each matrix (tensor with sequence parallel). Divides model.shape.num_key_value_heads, or is a
     multiple of it: equal numbers of ranks then share a key head."""
 
@@ -74,14 +93,37 @@ class ParallelismConfig(Section):
     )
     """Stages of each rank of a pipeline. Absent: 1 under GPipe and 1F1B, else 2."""
 
-    context_parallel_degree: int = Field(1, ge=1)
+    # A rank takes a piece of the head and one of the tail, so that causal attention costs each rank the same.
+    context_parallel_degree: Annotated[int, Divides("training.seq_len", times=2)] = Field(1, ge=1)
     """Ranks that share each sequence."""
 
-    expert_parallel_degree: int = Field(1, ge=1)
+    expert_parallel_degree: Annotated[int, Divides("model.shape.n_routed_experts")] = Field(1, ge=1)
     """Ranks over which the experts of a layer are spread, borrowed from data_parallel_shard * context * tensor."""
 
     expert_exchange: Annotated[
-        Literal["auto", "all_to_all", "two_level", "deepep"], Needs("expert_parallel_degree", above=1)
+        Literal["auto", "all_to_all", "two_level", "deepep"],
+        Needs("expert_parallel_degree", above=1),
+        Excludes(
+            "training.mixed_precision_param",
+            "float32",
+            when="deepep",
+            reason="and DeepEP sends BF16",
+            remedy=f'set training.mixed_precision_param = "bfloat16", or {_NO_DEEPEP}',
+        ),
+        Excludes(
+            "expert_exchange_chunks",
+            2,
+            when="deepep",
+            reason="because DeepEP sends all tokens at once",
+            remedy=f"remove parallelism.expert_exchange_chunks, or {_NO_DEEPEP}",
+        ),
+        Excludes(
+            "rl",
+            when="deepep",
+            reason="because DeepEP needs to know the most tokens of a micro-batch, and the number of tokens of samples "
+            "varies",
+            remedy=_NO_DEEPEP,
+        ),
     ] = "auto"
     """The way of tokens to their experts. all_to_all: one row for each expert of a token. two_level: one row to each
     host, and from there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of
@@ -164,7 +206,18 @@ class ActivationCheckpointConfig(Section):
     """none keeps every activation. full keeps the input of each block and recomputes the block in backward. selective
     also keeps the results of attention, experts and token exchanges, and recomputes the rest."""
 
-    recompute: Annotated[tuple[Literal["core_attn", "experts", "exchange"], ...], Needs("mode", "selective")] = ()
+    recompute: Annotated[
+        tuple[Literal["core_attn", "experts", "exchange"], ...],
+        DISTINCT,
+        Needs("mode", "selective"),
+        Excludes(
+            "parallelism.expert_parallel_degree",
+            1,
+            when="exchange",
+            reason="because no rows come from other ranks",
+            remedy='remove "exchange"',
+        ),
+    ] = ()
     """Results that selective does not keep but recomputes too, for memory between selective and full. core_attn:
     attention between its projections. experts: the products of routed experts. exchange: the rows that came from other
     ranks, which are sent again."""

@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from glm46.config.field_rules import Excludes, Needs, Requires
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, Needs, OnHub, Removed, Schedule, Section
+from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, OnHub, Removed, Schedule, Section
 
 Algorithm = Literal[
     "gspo",
@@ -22,6 +23,8 @@ Algorithm = Literal[
     "distillation",
 ]
 _LEVELS = ("token", "sequence", "geometric")
+_EQUAL_POLICIES = "because all weights would be 1"
+_OLD_POLICY = 'set rl.old_policy = "trainer", or rl.correction.level = "none" and no rejection'
 
 
 class ClipConfig(Section):
@@ -44,13 +47,41 @@ class KLConfig(Section):
 
     removed = {"to": Removed('it is the old policy with algorithm = "tv", else the reference; remove it')}
 
-    weight: float | None = Field(None, ge=0.0)
+    weight: Annotated[
+        float | None,
+        Excludes(
+            "rl.warm_up_rollouts",
+            unless="rl.reference",
+            reason="because the reference would be the policy before it learned the labels",
+            remedy="set rl.kl.weight = 0.0, or start from a fine-tuned model",
+        ),
+    ] = Field(None, ge=0.0)
     """Factor of the penalty; 0: no penalty, and no reference network."""
 
-    where: Annotated[Literal["loss", "reward"] | None, Needs("weight")] = None
+    where: Annotated[
+        Literal["loss", "reward"] | None,
+        Needs("weight"),
+        Excludes(
+            "rl.algorithm",
+            "tv",
+            when="reward",
+            reason="whose penalty is for the distance from the old policy, which generated the samples",
+            remedy='set rl.kl.where = "loss"',
+        ),
+    ] = None
     """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
 
-    estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("weight")] = None
+    estimator: Annotated[
+        Literal["k1", "k2", "k3"] | None,
+        Needs("weight"),
+        Excludes(
+            "where",
+            "loss",
+            when="k1",
+            reason="because the gradient of k1 has the mean 0",
+            remedy='set rl.kl.estimator = "k2" or "k3", or set rl.kl.where = "reward"',
+        ),
+    ] = None
     """With d = log policy - log other: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d."""
 
 
@@ -70,7 +101,7 @@ class CorrectionConfig(Section):
     mode: Annotated[Literal["truncate", "clip", "mask"] | None, Needs("level", _LEVELS)] = None
     """truncate: min(w, high) (TIS). clip: into [low, high]. mask: 0 outside of [low, high] (IcePop)."""
 
-    low: Annotated[float | None, Needs("level", _LEVELS), Needs("mode", ("clip", "mask"))] = Field(None, ge=0.0)
+    low: Annotated[float | None, Needs("level", _LEVELS), Needs("mode", ("clip", "mask"))] = Field(None, ge=0.0, le=1.0)
     """Lower bound of w. Absent: 1 / high."""
 
     high: Annotated[float | None, Needs("level", _LEVELS)] = Field(None, ge=1.0)
@@ -80,7 +111,7 @@ class CorrectionConfig(Section):
     """Level at which w is computed for rejection: tokens or samples outside of [reject_low, reject_high] are excluded
     from the loss (MIS)."""
 
-    reject_low: Annotated[float | None, Needs("reject_level", _LEVELS)] = Field(None, ge=0.0)
+    reject_low: Annotated[float | None, Needs("reject_level", _LEVELS)] = Field(None, ge=0.0, le=1.0)
     """Lower bound of rejection. Absent: 1 / reject_high."""
 
     reject_high: Annotated[float, Needs("reject_level", _LEVELS)] = Field(2.0, ge=1.0)
@@ -125,7 +156,9 @@ class RLConfig(Section):
         "stop": Removed("watch the metrics mismatch_kl, entropy and equal_groups_ratio; remove the section"),
     }
 
-    algorithm: Algorithm = "gspo"
+    algorithm: Annotated[
+        Algorithm, Requires("reference", when="distillation", remedy="add [rl.reference] with load_path, the teacher")
+    ] = "gspo"
     """gspo: arXiv 2507.18071, gspo_glm with the narrower clip of GLM's recipe; grpo: 2402.03300; dr_grpo: 2503.20783;
     dapo: 2503.14476; cispo: 2506.13585; ppo: 1707.06347; reinforce++ and reinforce++_baseline: 2501.03262; rloo:
     2402.14740; tv: a mask on the change of probabilities instead of a clip; distillation: the advantage of a token is
@@ -139,7 +172,11 @@ class RLConfig(Section):
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
 
-    old_policy: Literal["trainer", "rollout"] | None = None
+    old_policy: Annotated[
+        Literal["trainer", "rollout"] | None,
+        Excludes("correction.level", _LEVELS, when="rollout", reason=_EQUAL_POLICIES, remedy=_OLD_POLICY),
+        Excludes("correction.reject_level", _LEVELS, when="rollout", reason=_EQUAL_POLICIES, remedy=_OLD_POLICY),
+    ] = None
     """Log-probabilities that the ratio divides by. trainer: computed before the first step of a rollout, or by the
     forward pass of that step if it is the only one and no penalty in the reward reads them. rollout: as the engine
     computed them. Absent: from the preset."""
@@ -149,7 +186,15 @@ class RLConfig(Section):
     constants (R3, arXiv 2510.11370). The policy still computes the weights of these experts, so the routers still
     learn."""
 
-    advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"] | None = None
+    advantage: Annotated[
+        Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"] | None,
+        Excludes(
+            "adapter",
+            when="gae",
+            reason="because the critic trains all weights",
+            remedy='take an advantage over groups, such as the one of rl.algorithm = "gspo"',
+        ),
+    ] = None
     """group_std: (reward - mean of its group) / deviation of its group; group_mean: without the division;
     leave_one_out: reward - mean of the others of its group; returns: sum of the later rewards of the tokens; gae:
     generalised advantage estimation with a critic. Absent: from the preset."""
@@ -184,7 +229,11 @@ class RLConfig(Section):
     kl: KLConfig = Field(default_factory=KLConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     critic: Annotated[CriticConfig | None, Needs("advantage", "gae")] = None
-    reference: Annotated[ReferenceConfig | None, Needs("kl.weight")] = None
+    reference: Annotated[
+        ReferenceConfig | None,
+        Needs("kl.weight"),
+        Excludes("algorithm", "tv", reason="whose penalty is for the distance from the old policy"),
+    ] = None
     environment: EnvironmentConfig | None = None
 
     @property

@@ -2,10 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from glm46.config.section import DataFile, Needs, OnHub, Removed, Section
+from glm46.config.faults import nearest
+from glm46.config.field_rules import Excludes, Needs, Requires
+from glm46.config.section import DataFile, OnHub, Removed, Section
 
+BUILT_IN_REWARDS = ("math", "exact", "choice", "format", "repetition", "code", "remote", "score", "model")
 WITHOUT_LABELS = frozenset({"format", "repetition", "model"})
 """Rewards that do not read the label of a prompt."""
 
@@ -33,7 +36,14 @@ class PromptsConfig(Section):
     """Key of the descriptions of the tools that a prompt offers, a list of JSON objects or its text. A row without it
     offers no tools."""
 
-    thinking: bool = False
+    thinking: Annotated[
+        bool,
+        Excludes(
+            "rl.warm_up_rollouts",
+            reason="because labels hold no thoughts",
+            remedy="set rl.prompts.thinking = false, or start from a fine-tuned model",
+        ),
+    ] = False
     """True if the model may think before it answers; else the prompt closes the thought."""
 
     keep_thoughts: bool = False
@@ -47,7 +57,11 @@ class EnvironmentConfig(Section):
 
     removed = {"tries": Removed("an episode that fails runs once more; remove it")}
 
-    kind: Literal["function", "command", "worker"] = "function"
+    kind: Annotated[
+        Literal["function", "command", "worker"],
+        Requires("function", when="function"),
+        Requires("command", when=("command", "worker")),
+    ] = "function"
     """function: a function replies to each turn. command: a program of your own runs once for each sample, and calls
     the policy through OpenAI's chat API. worker: such a program keeps running, and gets one sample after another
     (docs/rl_agents.md)."""
@@ -76,7 +90,7 @@ class EnvironmentConfig(Section):
     failed. A failed episode runs once more, with another seed; then its group continues without it. A worker gets the
     tasks line by line."""
 
-    score_command: Annotated[tuple[str, ...], _COMMAND] = ()
+    score_command: Annotated[tuple[str, ...], _COMMAND, Needs("rl.rewards[].name", "score")] = ()
     """A program that runs after ``command`` has ended, in an empty folder of its own. GLM46_EPISODE_FOLDER names the
     folder of ``command``, which is read-only for it. Its standard input is JSON: the ``row`` with its label and the
     ``messages`` of the last turn. The last line of its standard output is the number of the reward "score". Absent: the
@@ -103,10 +117,22 @@ class EnvironmentConfig(Section):
     of the command itself; "network" gives them the network of the host."""
 
 
+def _reward(name: str) -> str:
+    if name not in BUILT_IN_REWARDS and ":" not in name:
+        near = nearest(name, BUILT_IN_REWARDS, 0.6)
+        remedy = f"did you mean '{near}'?" if near else "correct it"
+        raise ValueError(f"neither one of {', '.join(BUILT_IN_REWARDS)} nor package.module:function; {remedy}")
+    return name
+
+
 class RewardTableConfig(Section):
     """[[rl.rewards]]: one part of the reward. A sample is dropped if a part fails, hangs or gives no number."""
 
-    name: str
+    name: Annotated[
+        str,
+        AfterValidator(_reward),
+        Requires("rl.environment.command", when="score", remedy='add [rl.environment] with kind = "command"'),
+    ]
     """math, exact, choice, format, repetition, code, remote, score, model (docs/rl_rewards.md), or
     ``package.module:function`` of your own, which gets an `Answer` and the options."""
 

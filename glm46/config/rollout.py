@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from glm46.config.field_rules import AtMost, Excludes, Needs, Requires
 from glm46.config.generation_degrees import Degrees
-from glm46.config.section import LocalPath, Needs, Removed, Section
+from glm46.config.section import DISTINCT, LocalPath, Removed, Section
 
-_SERVED = Needs("kind", ("vllm", "sglang"))
+_SERVERS = ("vllm", "sglang")
+_SERVED = Needs("kind", _SERVERS)
 _LOCAL = Needs("kind", "local")
 
 
@@ -17,12 +19,6 @@ def server_address(url: str) -> str:
     if not re.fullmatch(r"https?://[^/:]+(:\d+)?/?", url):
         raise ValueError("is not the address of a server; write http://HOST:PORT")
     return url.rstrip("/")
-
-
-def _different(urls: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(urls)) < len(urls):
-        raise ValueError("an address is there twice; remove one")
-    return urls
 
 
 class RolloutConfig(Section):
@@ -40,11 +36,14 @@ class RolloutConfig(Section):
         "pipeline_parallel_degree": Removed("spread the weights by tensor_parallel_degree and expert_parallel_degree"),
     }
 
-    kind: Literal["local", "vllm", "sglang"] = "local"
+    kind: Annotated[
+        Literal["local", "vllm", "sglang"],
+        Requires("urls", when=_SERVERS, remedy='name the servers: set rollout.urls = ["http://127.0.0.1:8000"]'),
+    ] = "local"
     """local: by the ranks that train. vllm, sglang: by inference servers, which are started beforehand and load the
     policy after each update."""
 
-    max_new_tokens: int = Field(ge=1)
+    max_new_tokens: Annotated[int, AtMost("training.seq_len", is_exclusive=True)] = Field(ge=1)
     """Longest completion in tokens. Together with the longest prompt it must fit into training.seq_len."""
 
     temperature: float = Field(1.0, gt=0.0)
@@ -62,7 +61,7 @@ class RolloutConfig(Section):
     1024 for a server, which queues samples that it has no room for. On a rank each sample has keys and values of
     training.seq_len tokens in memory; more samples are faster until decoding is bound by arithmetic."""
 
-    speculative: Annotated[bool, _LOCAL] = False
+    speculative: Annotated[bool, _LOCAL, Needs("model.shape.num_nextn_predict_layers", above=0)] = False
     """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] trains these layers on the
     samples, by mtp.loss_weight."""
 
@@ -72,14 +71,22 @@ class RolloutConfig(Section):
     More: this many rollouts are generated ahead, and long samples continue across updates, each token from the weights
     that are loaded at that time. Without servers it is 0: the same ranks generate and train."""
 
-    when_stale: Annotated[Literal["wait", "drop"], _SERVED] = "wait"
+    when_stale: Annotated[
+        Literal["wait", "drop"],
+        _SERVED,
+        Excludes(
+            "max_staleness",
+            0,
+            when="drop",
+            reason="because nothing is ever stale",
+            remedy="raise rollout.max_staleness, or remove rollout.when_stale",
+        ),
+    ] = "wait"
     """What to do with a group that is not finished when it reaches ``max_staleness``. wait: training waits for it.
     drop: another prompt replaces it, and at the next rollout it is aborted and skipped, so that one long episode does
     not stop training."""
 
-    urls: Annotated[
-        tuple[Annotated[str, AfterValidator(server_address)], ...], AfterValidator(_different), _SERVED
-    ] = ()
+    urls: Annotated[tuple[Annotated[str, AfterValidator(server_address)], ...], DISTINCT, _SERVED] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
 
     launch: Annotated[tuple[str, ...], _SERVED] = ()
@@ -100,7 +107,13 @@ class RolloutConfig(Section):
     """Folder of this run alone from which servers load the policy, on a disk that all ranks and servers see under this
     path. Absent: a folder in job.dump_folder."""
 
-    send_adapters: Annotated[bool, _SERVED] = False
+    send_adapters: Annotated[
+        bool,
+        _SERVED,
+        Needs("adapter.name", "lora"),
+        Excludes("weights", "broadcast", reason="because servers take adapters from a folder"),
+        Excludes("weights_dtype", reason="because adapters are not quantised"),
+    ] = False
     """The servers hold the base of [adapter], and each update sends only the adapters, with the server's own call.
     Otherwise each update sends the base with the adapters added, which works with any server options."""
 

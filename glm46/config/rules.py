@@ -1,17 +1,18 @@
-"""Rules across keys: registration of the functions of `rules_*.py`, and the messages of the faults that they yield.
+"""Rules across sections: registration of the functions of `rules_*.py`, and the messages of the faults that they yield.
 
-A rule about one key is in the type of its field. A rule reads only the config; `check.py` has the order of the files.
+A rule about one key is in the type of its field, and a common rule about two keys in its metadata (`field_rules`). A
+rule reads only the config; `check.py` has the order of the files.
 """
 
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from glm46.config.faults import Fault, show
-from glm46.config.overrides import key_parts
+from glm46.config.fields import values_at
 from glm46.config.presets import PRESETS, resolve_shape, with_presets
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Section
@@ -29,15 +30,8 @@ class Broken(NamedTuple):
 Faults = Iterator[Broken]
 """What a function with `rule` yields. Keys and values are filled in later, see `fault`."""
 
-
-class Rule(NamedTuple):
-    """A function that yields faults, and the names of its parameters."""
-
-    reads: tuple[str, ...]
-    check: Callable[..., Faults]
-
-
-_RULES: dict[str, list[Rule]] = defaultdict(list)
+_RULES: dict[str, list[tuple[tuple[str, ...], Callable[..., Faults]]]] = defaultdict(list)
+"""Rules by the name of their file, each with the names of its parameters."""
 
 
 def fault(text: str, *also: str) -> Broken:
@@ -53,11 +47,10 @@ def fault(text: str, *also: str) -> Broken:
 
 
 def rule(check: Callable[..., Faults]) -> Callable[..., Faults]:
-    """Register a function as a rule of its file. The names of its parameters select what it reads: ``config``,
-    ``world_size`` (None if the number of processes is not known yet), ``shape`` of a known preset, a section that may
-    be absent, such as ``rl``, or ``algorithm``, which is [rl] with its preset. It is not called for a config that lacks
-    one of them."""
-    _RULES[check.__module__].append(Rule(tuple(inspect.signature(check).parameters), check))
+    """Register a function as a rule. The names of its parameters select what it reads: ``config``, ``world_size`` (None
+    if the number of processes is not known yet), ``shape`` of a known preset, a section that may be absent, such as
+    ``rl``, or ``algorithm``, which is [rl] with its preset. It is not called for a config that lacks one of them."""
+    _RULES[check.__module__].append((tuple(inspect.signature(check).parameters), check))
     return check
 
 
@@ -68,7 +61,6 @@ def broken_rules(config: RunConfig, world_size: int | None, files: tuple[ModuleT
         "rl": config.rl,
         "rollout": config.rollout,
         "adapter": config.adapter,
-        "finetune": config.finetune,
         "preference": config.preference,
         "algorithm": None if config.rl is None else config.rl.resolved(),
         "shape": resolve_shape(config.model) if config.model.flavor in PRESETS else None,
@@ -77,16 +69,16 @@ def broken_rules(config: RunConfig, world_size: int | None, files: tuple[ModuleT
     return [
         described(config, broken)
         for file in files
-        for reads, check in _RULES[file.__name__]
-        if arguments.keys() >= set(reads)
-        for broken in check(*(arguments[name] for name in reads))
+        for names, check in _RULES[file.__name__]
+        if arguments.keys() >= set(names)
+        for broken in check(*(arguments[name] for name in names))
     ]
 
 
 def described(config: Section, broken: Broken) -> Fault:
     """Return the fault of a broken rule, with the values of its keys in the message."""
     message = _KEY.sub(lambda key: with_value(config, key[1]), broken.text)
-    return Fault((*dict.fromkeys(_KEY.findall(broken.text)), *broken.also), message)
+    return Fault(tuple(dict.fromkeys((*_KEY.findall(broken.text), *broken.also))), message)
 
 
 def messages(config: Section, faults: Faults) -> list[str]:
@@ -97,23 +89,11 @@ def messages(config: Section, faults: Faults) -> list[str]:
 def with_value(config: Section, key: str) -> str:
     """Return ``key = value``, with the preset that the value comes from; ``[key]`` for a section, and only the key if
     the value is absent."""
-    value = _at(config, key)
+    value = next(iter(values_at(config, key)), None)
     origin = ""
     if value is None and isinstance(config, RunConfig):
-        value = _at(with_presets(config), key)
+        value = next(iter(values_at(with_presets(config), key)), None)
         origin = f' (of rl.algorithm = "{config.rl.algorithm}")' if config.rl and key.startswith("rl.") else ""
     if isinstance(value, Section):
         return f"[{key}]"
     return key if value is None else f"{key} = {show(value)}{origin}"
-
-
-def _at(section: Section, key: str) -> object:
-    place: object = section
-    for part in key_parts(key):
-        if isinstance(place, dict):
-            place = place.get(part)
-        elif isinstance(part, str):
-            place = getattr(place, part, None)
-        else:
-            place = cast(Sequence[object], place)[part]
-    return place

@@ -8,58 +8,6 @@ from glm46.config.section import values_of
 
 
 @rule
-def base_is_loaded_whole(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """Adapters start from trained weights, which are loaded completely."""
-    if config.checkpoint.initial_load_path is None:
-        yield fault(
-            "`checkpoint.initial_load_path`: required by `adapter`, but absent; name the checkpoint or the Hugging "
-            "Face folder (with checkpoint.initial_load_in_hf = true) of the base"
-        )
-    if config.checkpoint.initial_load_exclude:
-        name = "checkpoint.initial_load_exclude"
-        yield fault(f"`{name}`: is not possible under `adapter`, whose base is loaded whole; remove {name}")
-
-
-@rule
-def base_stays_as_it_is(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
-    """Only adapters are trained: routers and their selection biases belong to the base."""
-    moe = config.moe
-    rates = () if moe.balance == "none" else values_of(moe.bias_update_rate)
-    for key, values, remedy in (
-        ("moe.bias_update_rate", rates, 'set it to 0, or set moe.balance = "none"'),
-        ("moe.sequence_aux_loss_weight", values_of(moe.sequence_aux_loss_weight), "set it to 0"),
-        ("moe.z_loss_weight", values_of(moe.z_loss_weight), "set it to 0"),
-    ):
-        if any(values):
-            yield fault(f"`{key}`: must be 0 under `adapter`, which freezes the routers; {remedy}")
-    temperatures = values_of(moe.router_temperature)
-    if len(set(temperatures)) > 1:
-        yield fault(
-            "`moe.router_temperature`: cannot change under `adapter`, which leaves the routers of the base as they "
-            f"are; set it to {temperatures[-1]:g}"
-        )
-    if shape.num_nextn_predict_layers:
-        yield fault(
-            "`model.shape.num_nextn_predict_layers`: must be 0 under `adapter`, which does not train them: the base's "
-            "are left as they are; set it to 0"
-        )
-
-
-@rule
-def adapters_are_under_adamw(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """A and B are factors of a matrix, for which Muon's update is not meant."""
-    if config.optimizer.name != "AdamW":
-        yield fault('`optimizer.name`: adapters are trained by AdamW; set it to "AdamW"', "adapter")
-
-
-@rule
-def adapted_products_are_not_in_fp8(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """[float8] does not convert adapted layers."""
-    if config.float8.recipe_name is not None:
-        yield fault("`float8.recipe_name`: is not possible under `adapter`; remove [float8]")
-
-
-@rule
 def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """At least one projection divides into groups of columns that share a scale, and tensor parallelism does not split
     a group."""
@@ -98,11 +46,13 @@ def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, s
 
 
 @rule
-def magnitudes_are_on_the_device(config: RunConfig, adapter: AdapterConfig) -> Faults:
-    """DoRA's norms are computed on the device, where offloaded weights are not."""
-    if adapter.name == "dora" and config.training.parameter_offload:
+def routers_stay_as_they_are(config: RunConfig, adapter: AdapterConfig) -> Faults:
+    """Routers belong to the frozen base, so that their temperature cannot change."""
+    temperatures = values_of(config.moe.router_temperature)
+    if len(set(temperatures)) > 1:
         yield fault(
-            '`training.parameter_offload`: is not possible with `adapter.name`; take "lora", or set it to false'
+            "`moe.router_temperature`: cannot change with `adapter`, which freezes the routers; take "
+            f"{temperatures[-1]:g}"
         )
 
 
@@ -128,21 +78,6 @@ def adapted_layers_exist(adapter: AdapterConfig, shape: ModelShape) -> Faults:
                 "model.shape.first_k_dense_replace",
                 "model.shape.n_shared_experts",
             )
-
-
-@rule
-def targets_are_different(adapter: AdapterConfig) -> Faults:
-    """There is a target, each is named once, and expert_rank is set only with experts among them."""
-    if not adapter.targets:
-        yield fault("`adapter.targets`: nothing would be trained; name one, or remove the key")
-    if len(set(adapter.targets)) < len(adapter.targets):
-        yield fault("`adapter.targets`: one is there twice; remove it")
-    if adapter.expert_rank is not None and "experts" not in adapter.targets:
-        yield fault(
-            '`adapter.expert_rank`: has no effect without "experts" in adapter.targets; add it, or remove '
-            "adapter.expert_rank",
-            "adapter.targets",
-        )
 
 
 @rule

@@ -1,6 +1,6 @@
 """Rules about the sources and stages of [data]."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from glm46.config.data import DataStageConfig
 from glm46.config.rules import Faults, fault, rule
@@ -39,38 +39,31 @@ def stages_follow_each_other(config: RunConfig) -> Faults:
             "`data.stages[0].start_tokens`: the run begins at `lr_scheduler.start_tokens`, before the first stage; "
             f"lower it to {begin}"
         )
-    for index in range(1, len(starts)):
-        if starts[index] <= starts[index - 1]:
-            yield fault(f"`data.stages[{index}].start_tokens`: must be greater than that of the stage before")
+    for index, (before, start) in enumerate(pairwise(starts), 1):
+        if start <= before:
+            yield fault(f"`data.stages[{index}].start_tokens`: must be above {before} of the stage before; raise it")
 
 
 @rule
 def stages_weigh_the_sources(config: RunConfig) -> Faults:
-    """Each stage has one weight per source, and at least one weight above zero."""
+    """Each stage has one weight per source."""
     for index, stage in enumerate(config.data.stages):
         key = f"data.stages[{index}].weights"
         sources = len(config.data.sources)
         if stage.weights is not None and len(stage.weights) != sources:
             yield fault(f"`{key}`: must have one weight for each of the {sources} sources; 0 skips one", "data.sources")
-        elif stage.weights is not None and (min(stage.weights) < 0 or not sum(stage.weights)):
-            yield fault(f"`{key}`: no weight may be negative, and at least one must be above 0")
 
 
 @rule
-def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
-    """No stage is longer than training.seq_len, the mesh splits its sequences evenly, and its window is not longer."""
+def stages_fit_their_sequences(config: RunConfig) -> Faults:
+    """The mesh splits the sequences of a stage evenly, and its window is not longer."""
     context = config.parallelism.context_parallel_degree
     tensor = config.parallelism.tensor_parallel_degree
     pieces = (2 * context if context > 1 else 1) * tensor
     for index, stage in enumerate(config.data.stages):
         place = f"data.stages[{index}]"
         length = stage.seq_len or config.training.seq_len
-        if stage.seq_len is not None and stage.seq_len > config.training.seq_len:
-            yield fault(
-                f"`{place}.seq_len`: longer than `training.seq_len`, which validation uses; raise training.seq_len to "
-                "the longest stage"
-            )
-        elif stage.seq_len is not None and stage.seq_len % pieces:
+        if stage.seq_len is not None and stage.seq_len % pieces:
             yield fault(
                 f"`{place}.seq_len`: must be a multiple of {pieces}, into which context and tensor parallelism split a "
                 f"sequence; take {-(-stage.seq_len // pieces) * pieces}",
@@ -88,10 +81,6 @@ def stages_fit_the_longest_sequence(config: RunConfig) -> Faults:
 @rule
 def stages_read_apart(config: RunConfig) -> Faults:
     """No document is read twice, by stages of different sequence lengths or document ranges."""
-    for index, stage in enumerate(config.data.stages):
-        low, high = stage.documents
-        if not 0.0 <= low < high <= 1.0:
-            yield fault(f"`data.stages[{index}].documents`: must be a range [low, high] with 0 <= low < high <= 1")
     for (first_index, first), (second_index, second) in combinations(enumerate(config.data.stages), 2):
         lengths = [stage.seq_len or config.training.seq_len for stage in (first, second)]
         overlap = max(first.documents[0], second.documents[0]) < min(first.documents[1], second.documents[1])
@@ -180,25 +169,18 @@ def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: st
     shortest = min(lengths, default=config.training.seq_len)
     is_kto = config.preference is not None and config.preference.loss_type == "kto"
     cap = shortest // 2 if is_kto else shortest
+    part = "half of the" if is_kto else "the"
+    why = "KTO puts several answers of a row after each other's prompts" if is_kto else "a chat must fit into a row"
     if max_tokens is None:
         yield fault(f"{named}: absent, and chats need it; set it to at most {cap}, by the shortest rows", named)
-    elif shortest >= max_tokens > cap:
+    elif max_tokens > cap:
         yield fault(
-            f"{named} = {max_tokens}: longer than half of the shortest rows that read it, {shortest} tokens, and KTO "
-            f"needs several answers in each row, to put them behind each other's prompts; lower it to {cap}, or raise "
-            "seq_len",
+            f"{named} = {max_tokens}: longer than {part} shortest rows that read it, {shortest} tokens, and {why}; "
+            f"lower it to {cap}, or raise seq_len",
             named,
             "training.seq_len",
             "data.stages",
             "finetune.preference.loss_type",
-        )
-    elif max_tokens > shortest:
-        yield fault(
-            f"{named} = {max_tokens}: longer than the shortest rows that read it, {shortest} tokens, and a document of "
-            f"chats must fit into a row; lower it to {cap}, or raise seq_len",
-            named,
-            "training.seq_len",
-            "data.stages",
         )
 
 

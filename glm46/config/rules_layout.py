@@ -30,30 +30,6 @@ def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | Non
 
 
 @rule
-def layout_divides_the_model(config: RunConfig, shape: ModelShape) -> Faults:
-    """Each axis splits its dimension evenly."""
-    layout = config.parallelism
-    tensor = layout.tensor_parallel_degree
-    context = layout.context_parallel_degree
-    expert = layout.expert_parallel_degree
-    rules = (
-        ("tensor_parallel_degree", tensor, "model.shape.num_attention_heads", shape.num_attention_heads, 1),
-        ("tensor_parallel_degree", tensor, "model.shape.vocab_size", shape.vocab_size, 1),
-        # Tensor parallelism splits the part of a sequence that context parallelism leaves to a rank.
-        ("tensor_parallel_degree", tensor, "training.seq_len", config.training.seq_len, context),
-        # A rank takes a piece of the head and one of the tail, so that causal attention costs each rank the same.
-        ("context_parallel_degree", context, "training.seq_len", config.training.seq_len, 2),
-        ("expert_parallel_degree", expert, "model.shape.n_routed_experts", shape.n_routed_experts, 1),
-    )
-    for degree_key, degree, key, size, factor in rules:
-        if degree > 1 and size % (degree * factor):
-            requirement = "must divide" if factor == 1 else f"{factor} times it must divide"
-            sizes = [(entry[3], entry[4]) for entry in rules if entry[0] == degree_key]
-            remedy = near_values(degree, size, lambda n: n == 1 or not any(s % (n * f) for s, f in sizes))  # noqa: B023
-            yield fault(f"`parallelism.{degree_key}`: {requirement} `{key}`; {remedy}")
-
-
-@rule
 def experts_of_the_layout_exist(config: RunConfig, shape: ModelShape) -> Faults:
     """Keys that shard or recompute experts need a layer with experts."""
     if shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
@@ -92,13 +68,13 @@ def batch_divides(config: RunConfig, world_size: int | None) -> Faults:
     explained = f"times {counted(divisor // local, 'data-parallel rank')}"
     if isinstance(batch, tuple):
         # A ramp is rounded down to a multiple, so only values below the smallest multiple are faults.
-        if 1 <= min(values_of(batch)) < divisor:
+        if min(values_of(batch)) < divisor:
             yield fault(
                 f"`{key}`: {min(values_of(batch)):g} sequences are less than one micro-batch, {divisor} "
                 f"(`training.local_batch_size` {explained}); start the ramp higher or lower local_batch_size",
                 "parallelism",
             )
-    elif batch is not None and batch >= 1 and batch % divisor:
+    elif batch is not None and batch % divisor:
         below = int(batch // divisor) * divisor
         yield fault(
             f"{key} = {batch:g}: must be a multiple of {divisor} (`training.local_batch_size` {explained}); take "
@@ -124,34 +100,24 @@ def chunks_have_tokens(config: RunConfig) -> Faults:
 
 @rule
 def deepep_takes_the_rows(config: RunConfig, shape: ModelShape) -> Faults:
-    """Rows that DeepEP sends have a dtype, width and number that it has kernels for, and all tokens are sent at
-    once."""
-    key = "parallelism.expert_exchange"
-    remedy = 'or set parallelism.expert_exchange = "two_level"'
-    if config.parallelism.expert_exchange != "deepep" or config.parallelism.expert_parallel_degree == 1:
+    """Rows that DeepEP sends have a width and number that it has kernels for, and stay on the device."""
+    layout = config.parallelism
+    if layout.expert_exchange != "deepep" or layout.expert_parallel_degree == 1:
         return
-    if config.training.mixed_precision_param != "bfloat16":
-        other = "training.mixed_precision_param"
-        yield fault(f'`{key}`: DeepEP sends BF16; set {other} = "bfloat16", {remedy}', other)
-    if config.parallelism.expert_exchange_chunks == 2:
-        other = "parallelism.expert_exchange_chunks"
-        yield fault(f"`{key}`: DeepEP sends all tokens at once; remove {other}, {remedy}", other)
+    text = '`parallelism.expert_exchange`: DeepEP {}, or set parallelism.expert_exchange = "two_level"'
     checkpointing = config.activation_checkpoint
-    other = "activation_checkpoint.cpu_checkpointing"
     if checkpointing.cpu_checkpointing and not checkpointing.sends_again(checkpointing.mode):
-        why = f"DeepEP's buffer has the rows that selective keeps, which {other} cannot move"
-        yield fault(f'`{key}`: {why}; add "exchange" to activation_checkpoint.recompute, {remedy}', other)
-    if width := shape.hidden_size % 16:
-        other = "model.shape.hidden_size"
-        below = shape.hidden_size - width
-        why = f"DeepEP sends rows of a multiple of 32 bytes, and {other} is {shape.hidden_size}"
-        yield fault(f"`{key}`: {why}; take {below + 16}, {remedy}", other)
+        why = (
+            "has rows that selective keeps in its buffer, and `activation_checkpoint.cpu_checkpointing` cannot move it"
+        )
+        yield fault(text.format(f'{why}; add "exchange" to activation_checkpoint.recompute'))
+    if shape.hidden_size % 16:
+        width = -(-shape.hidden_size // 16) * 16
+        yield fault(
+            text.format(f"sends rows of a multiple of 32 bytes, and `model.shape.hidden_size` is not one; take {width}")
+        )
     if shape.num_experts_per_tok > 32:
-        other = "model.shape.num_experts_per_tok"
-        yield fault(f"`{key}`: DeepEP sends a token to at most 32 experts; lower {other}, {remedy}", other)
-    if config.rl is not None:
-        why = "DeepEP needs to know the most tokens of a micro-batch, and those of samples vary"
-        yield fault(f"`{key}`: {why}; {remedy.removeprefix('or ')}", "rl")
+        yield fault(text.format("sends a token to at most 32 experts; lower `model.shape.num_experts_per_tok`"))
 
 
 @rule
@@ -179,83 +145,48 @@ def degrees_multiply_to_the_processes(config: RunConfig, world_size: int | None)
         )
 
 
-def _ranks_to_borrow(config: RunConfig, world_size: int | None) -> int | None:
-    """Return the number of ranks that the expert axis borrows from; None if `data_parallel_degree` is None."""
-    layout = config.parallelism
-    degree = data_parallel_degree(config, world_size)
-    if degree is None:
-        return None
-    shard = degree // layout.data_parallel_replicate_degree
-    return shard * layout.context_parallel_degree * layout.tensor_parallel_degree
-
-
 @rule
 def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """The expert degree divides the ranks that it is borrowed from."""
-    degree = config.parallelism.expert_parallel_degree
-    ranks = _ranks_to_borrow(config, world_size)
-    if ranks is not None and ranks % degree:
-        near = near_values(degree, ranks, lambda n: ranks % n == shape.n_routed_experts % n == 0)
+    """The expert degree divides the ranks that it is borrowed from, over which FSDP2 shards experts evenly: whole
+    experts, or equal parts of each expert."""
+    layout = config.parallelism
+    degree = data_parallel_degree(config, world_size)
+    experts = shape.n_routed_experts
+    expert = layout.expert_parallel_degree
+    if degree is None or experts % expert:
+        return  # unknown, or reported by the metadata of the degree
+    shard = degree // layout.data_parallel_replicate_degree
+    other_ranks = layout.context_parallel_degree * layout.tensor_parallel_degree
+    ranks = shard * other_ranks
+    if ranks % expert:
+        near = near_values(expert, ranks, lambda number: ranks % number == experts % number == 0)
         yield fault(
             f"`parallelism.expert_parallel_degree`: must divide shard * context * tensor degrees = {ranks}, from which "
             f"it is borrowed; {near}",
             "parallelism",
         )
-
-
-@rule
-def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """FSDP2 shards experts evenly: whole experts, or equal parts of each expert."""
-    ranks = _ranks_to_borrow(config, world_size)
-    ep = config.parallelism.expert_parallel_degree
-    rows = [2 * shape.moe_intermediate_size, shape.hidden_size]
-    adapter = config.adapter
-    if adapter is not None and "experts" in adapter.targets:
-        rows.append(adapter.expert_rank or adapter.rank)  # rows of A
-    if not ranks or ranks % ep or shape.n_routed_experts % ep:
-        return  # unknown, or reported by the rules above
-
-    def is_even(ranks: int, degree: int) -> bool:
-        shards = ranks // degree
-        whole = shape.n_routed_experts // degree % shards == 0
-        return whole or not any(count % shards for count in rows)
-
-    max_ranks = max(shape.n_routed_experts, ep * min(rows))  # more ranks have fewer rows than shards
-
-    if is_even(ranks, ep):
         return
-    layout = config.parallelism
-    key = "parallelism.expert_parallel_degree"
-    candidates = range(1, min(ranks, shape.n_routed_experts) + 1)
-    degrees = [d for d in candidates if ranks % d == 0 and shape.n_routed_experts % d == 0 and is_even(ranks, d)]
-    remedies = [f"set {key} = {' or '.join(map(str, degrees))}"] if degrees else ["take another number of ranks"]
-    # The message names what the config sets: the degree, the shards, or the number of processes.
-    subject = f"{key} = {ep}"
-    if "expert_parallel_degree" not in layout.model_fields_set:
-        key = "parallelism.data_parallel_shard_degree"
-        shard = layout.data_parallel_shard_degree
-        subject = f"{key} = {shard}"
-        if shard == -1 and world_size is not None:
-            subject = counted(world_size, "process")
-            step = layout.stated_ranks
-            ranks_per_step = ranks * layout.stated_ranks // world_size
-            current = world_size // step
-            max_number = max_ranks // ranks_per_step
-            counts = [
-                next(
-                    (n * step for n in numbers if n * ranks_per_step % ep == 0 and is_even(n * ranks_per_step, ep)),
-                    None,
-                )
-                for numbers in (range(min(current - 1, max_number), 0, -1), range(current + 1, max_number + 1))
-            ]
-            if any(counts):
-                remedies.insert(0, f"start {' or '.join(str(count) for count in counts if count)} processes")
-    yield fault(
-        f"{subject}: {counted(shape.n_routed_experts // ep, 'expert')} of a layer sharded over {ranks // ep} ranks, "
-        f"which divide neither their number nor an expert's {' and '.join(map(str, rows))} rows; "
-        f"{', or '.join(remedies)}",
-        "parallelism",
-    )
+    rows = [2 * shape.moe_intermediate_size, shape.hidden_size]
+    if config.adapter is not None and "experts" in config.adapter.targets:
+        rows.append(config.adapter.expert_rank or config.adapter.rank)  # rows of A
+
+    def is_even(ranks: int, expert: int) -> bool:
+        if ranks % expert or experts % expert:
+            return False
+        shards = ranks // expert
+        return experts // expert % shards == 0 or not any(count % shards for count in rows)
+
+    if not is_even(ranks, expert):
+        largest = max(experts, expert * min(rows)) // other_ranks  # more ranks have fewer rows than shards
+        near = near_values(shard, largest, lambda number: is_even(number * other_ranks, expert))
+        degrees = [number for number in range(1, min(ranks, experts) + 1) if is_even(ranks, number)]
+        also = f", or set parallelism.expert_parallel_degree = {' or '.join(map(str, degrees))}" if degrees else ""
+        yield fault(
+            f"parallelism.data_parallel_shard_degree = {shard}: {counted(experts // expert, 'expert')} of a layer "
+            f"sharded over {ranks // expert} ranks, which divide neither their number nor an expert's "
+            f"{' and '.join(map(str, rows))} rows; {near.replace('take', 'start processes for')}{also}",
+            "parallelism",
+        )
 
 
 @rule

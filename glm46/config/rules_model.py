@@ -14,7 +14,7 @@ def heads_group_evenly(shape: ModelShape) -> Faults:
     queries = shape.num_attention_heads
     heads = shape.num_key_value_heads
     if queries % heads:
-        near = near_values(queries, queries + heads, lambda n: n % heads == 0)
+        near = near_values(queries, queries + heads, lambda number: number % heads == 0)
         yield fault(
             f"`model.shape.num_attention_heads`: must be a multiple of `model.shape.num_key_value_heads`; {near}"
         )
@@ -72,20 +72,6 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
 
 
 @rule
-def dense_layers_exist(shape: ModelShape) -> Faults:
-    """There are at most as many dense layers as layers."""
-    if shape.first_k_dense_replace > shape.num_hidden_layers:
-        yield fault("`model.shape.first_k_dense_replace`: there are only `model.shape.num_hidden_layers`; lower it")
-
-
-@rule
-def token_finds_enough_experts(shape: ModelShape) -> Faults:
-    """Top-k needs k experts."""
-    if shape.num_experts_per_tok > shape.n_routed_experts:
-        yield fault("`model.shape.num_experts_per_tok`: there are only `model.shape.n_routed_experts`; lower it")
-
-
-@rule
 def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
     """Expert rows begin at multiples of 16 bytes."""
     for key, entries, broken in unaligned_experts(shape, config.training.mixed_precision_param):
@@ -106,24 +92,3 @@ def unaligned_experts(shape: ModelShape, dtype: str) -> Iterator[tuple[str, int,
             if (width := getattr(shape, key)) % entries:
                 part = f"{entries} for experts in {dtype}, whose rows begin at multiples of 16 bytes"
                 yield key, entries, f"{key} = {width}: must be a multiple of {part}"
-
-
-@rule
-def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
-    """A sequence is not longer than the positions of the model."""
-    if config.training.seq_len > shape.max_position_embeddings:
-        yield fault(
-            "`training.seq_len`: longer than `model.shape.max_position_embeddings`; shorten it, or raise "
-            "max_position_embeddings (and rope_theta with it)"
-        )
-
-
-@rule
-def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
-    """YaRN needs the original length, which separates fast from slow frequencies."""
-    tables = {"model.shape": shape.rope_scaling}
-    tables |= {f"data.stages[{index}]": stage.rope_scaling for index, stage in enumerate(config.data.stages)}
-    for place, scaling in tables.items():
-        if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
-            key = f"`{place}.rope_scaling.original_max_position_embeddings`"
-            yield fault(f'{key}: required for rope_type = "yarn", but absent; set the length of the previous training')

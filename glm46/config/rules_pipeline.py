@@ -38,19 +38,6 @@ def steps_of_recomputation_fit_a_stage(config: RunConfig, shape: ModelShape) -> 
 
 
 @rule
-def recomputed_results_exist(config: RunConfig) -> Faults:
-    """Each result in activation_checkpoint.recompute is named once, and exists."""
-    key = "activation_checkpoint.recompute"
-    named = config.activation_checkpoint.recompute
-    if len(set(named)) < len(named):
-        duplicate = next(name for name in named if named.count(name) > 1)
-        yield fault(f'`{key}`: "{duplicate}" is there twice; remove one')
-    if "exchange" in named and config.parallelism.expert_parallel_degree == 1:
-        other = "parallelism.expert_parallel_degree"
-        yield fault(f'`{key}`: no rows come from other ranks with `{other}`; remove "exchange"', other)
-
-
-@rule
 def stages_fit_the_schedule(config: RunConfig) -> Faults:
     """The stages per rank fit the schedule: V-shaped schedules have two, some others have one."""
     name = config.parallelism.pipeline_parallel_schedule
@@ -60,20 +47,6 @@ def stages_fit_the_schedule(config: RunConfig) -> Faults:
         yield fault(
             f"`parallelism.pipeline_parallel_stages_per_rank`: schedule {name} needs {schedule.stages_per_rank}; "
             "remove the key, or use Interleaved1F1B or InterleavedZeroBubble"
-        )
-
-
-@rule
-def split_backward_keeps_weights(config: RunConfig) -> Faults:
-    """Schedules that split backward keep gathered weights: their second half silently computes no gradient for weights
-    that were freed after forward."""
-    layout = config.parallelism
-    name = layout.pipeline_parallel_schedule
-    splits_backward = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
-    if splits_backward and layout.fsdp_reshard_after_forward == "always":
-        yield fault(
-            f"`parallelism.fsdp_reshard_after_forward`: schedule {name} splits backward, which loses gradients of "
-            'weights that are freed after forward; use "default" or "never"'
         )
 
 

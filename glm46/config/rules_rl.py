@@ -1,8 +1,9 @@
-"""Rules about [rl]: which keys fit together, after the preset has filled in absent keys."""
+"""Rules about [rl] and [rollout], after the preset has filled in absent keys."""
 
-from glm46.config.adapter import AdapterConfig
-from glm46.config.finetune import FineTuneConfig
+from glm46.config.generation_degrees import degree_faults
+from glm46.config.model import ModelShape
 from glm46.config.rl import ResolvedRL, RLConfig
+from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.rollout import RolloutConfig
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
@@ -10,12 +11,6 @@ from glm46.config.run_config import RunConfig
 _WIDEST_OF_SEQUENCE = 0.05
 _NARROWEST_OF_TOKEN = 0.01
 """Clips: a sequence's ratio is a mean over its tokens and stays within some 1e-4 of 1, a token's ratio does not."""
-
-
-@rule
-def one_task_is_chosen(rl: RLConfig, finetune: FineTuneConfig) -> Faults:
-    """A run has [finetune] or [rl], not both."""
-    yield fault("`rl`, `finetune`: both given, and a run has one task; remove one of them")
 
 
 @rule
@@ -80,46 +75,9 @@ def over_sampling_saves_a_round(config: RunConfig, algorithm: ResolvedRL) -> Fau
 
 
 @rule
-def penalty_has_a_gradient(algorithm: ResolvedRL) -> Faults:
-    """The KL penalty has an effect on the policy."""
-    kl = algorithm.kl
-    if kl.weight and kl.where == "loss" and kl.estimator == "k1":
-        yield fault(
-            '`rl.kl.estimator`, `rl.kl.where`: the gradient of k1 has the mean 0; take "k2" or "k3", or set '
-            'rl.kl.where = "reward"'
-        )
-    if kl.weight and kl.where == "reward" and kl.to == "old":
-        yield fault(
-            "`rl.kl.where`, `rl.algorithm`: the penalty is for the distance from the old policy, which generated the "
-            'samples; set rl.kl.where = "loss"'
-        )
-
-
-@rule
-def correction_has_other_weights(algorithm: ResolvedRL) -> Faults:
-    """Correction weights need an old policy other than that of the rollout, and their lower bounds are at most 1."""
-    correction = algorithm.correction
-    if correction.is_used and algorithm.old_policy == "rollout":
-        yield fault(
-            "`rl.old_policy`: then no weights are left for `rl.correction`, all would be 1; set rl.old_policy = "
-            '"trainer", or rl.correction.level = "none" and no rejection'
-        )
-    for name in ("low", "reject_low"):
-        if (getattr(correction, name) or 0.0) > 1:
-            yield fault(f"`rl.correction.{name}`: must be at most 1, the weight of equal policies; lower it")
-
-
-@rule
 def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: RolloutConfig) -> Faults:
-    """Samples that are generated ahead of training are corrected by weights, or the old policy is that of the
-    rollout."""
-    if not rollout.max_staleness:
-        if rollout.when_stale == "drop":
-            yield fault(
-                "`rollout.when_stale`, `rollout.max_staleness`: nothing is ever stale; raise it, or remove that"
-            )
-        return
-    if not algorithm.correction.is_used and algorithm.old_policy == "trainer":
+    """Samples that are generated ahead of training are corrected, or the old policy is the one of the rollout."""
+    if rollout.max_staleness and not algorithm.correction.is_used and algorithm.old_policy == "trainer":
         yield fault(
             "`rollout.max_staleness`: samples come from older weights, and `rl.correction.level` takes them for "
             'samples of the old policy; set rl.correction.level = "token", or rl.old_policy = "rollout"',
@@ -128,62 +86,94 @@ def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: Rollo
 
 
 @rule
-def environment_has_its_program(rl: RLConfig) -> Faults:
-    """The environment has the function or command that its kind needs, and a reward reads its score."""
-    table = rl.environment
-    key = "function" if table is None or table.kind == "function" else "command"
-    if table is not None and not getattr(table, key):
-        key = f"rl.environment.{key}"
-        yield fault(f'`{key}`: absent, and `rl.environment.kind` = "{table.kind}" needs it; add it')
-    has_score = bool(table and table.score_command)
-    reads = any(reward.name == "score" for reward in rl.rewards)
-    if has_score and not reads:
-        yield fault('`rl.rewards`, `rl.environment.score_command`: no reward reads it; add one with name = "score"')
-    if reads and (table is None or table.kind == "function"):
-        yield fault(
-            '`rl.rewards`: score is a number of the program of `rl.environment` with kind = "command" or "worker"; '
-            "add that"
-        )
-
-
-@rule
-def reference_teaches(config: RunConfig, algorithm: ResolvedRL) -> Faults:
-    """The reference has weights to read at every start, a penalty reads it, and a teacher is not the policy."""
+def reference_can_be_read(config: RunConfig, algorithm: ResolvedRL) -> Faults:
+    """The reference has weights to read at every start, and no adapters of an earlier run are missing in it."""
     checkpoint = config.checkpoint
-    key = "checkpoint.initial_load_path"
-    is_absent = algorithm.has_reference and algorithm.reference is None and checkpoint.initial_load_path is None
-    if is_absent and (
-        checkpoint.load_path or algorithm.warm_up_rollouts
-    ):  # without either, other rules require the key
+    adapter = config.adapter
+    if not algorithm.has_reference or algorithm.reference is not None:
+        return
+    if checkpoint.initial_load_path is None and (checkpoint.load_path or algorithm.warm_up_rollouts):
+        key = "checkpoint.initial_load_path"
         yield fault(
             f"{key}: absent, but with `rl.kl.weight` the reference is read from it at every start; name the weights "
             "that the first start had, or add [rl.reference]",
             key,
         )
-    if algorithm.reference is not None and algorithm.kl.to == "old":
-        yield fault(
-            "`rl.reference`, `rl.algorithm`: the penalty is for the distance from the old policy; remove [rl.reference]"
-        )
-    if algorithm.algorithm == "distillation" and algorithm.reference is None:
-        yield fault(
-            "`rl.algorithm`: [rl.reference] is absent, and the policy would be its own teacher; add [rl.reference] "
-            "with load_path",
-            "rl.reference",
-        )
-
-
-@rule
-def adapters_fit_the_algorithm(algorithm: ResolvedRL, adapter: AdapterConfig) -> Faults:
-    """A critic, which trains all weights, is not combined with adapters, and earlier adapters are not missing in the
-    reference."""
-    if algorithm.has_critic:
-        yield fault(
-            "`rl.advantage`: not possible with `adapter`, because the critic trains all weights; take an advantage "
-            'over groups, such as that of rl.algorithm = "gspo"'
-        )
-    if algorithm.has_reference and algorithm.reference is None and adapter.initial_load_path is not None:
+    if adapter is not None and adapter.initial_load_path is not None:
         yield fault(
             "`adapter.initial_load_path`: the reference would be the base without these adapters; merge them with "
             "'convert merge' and name the merged folder in [rl.reference]",
             "rl.kl.weight",
         )
+
+
+@rule
+def generating_ranks_split_the_model(rollout: RolloutConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """The ranks that generate with one model split it evenly."""
+    for key, broken in degree_faults(
+        rollout.degrees, shape, world_size, lambda name, degree: f"rollout.{name}_degree = {degree}"
+    ):
+        yield fault(broken, f"rollout.{key}_degree")
+
+
+@rule
+def rewards_have_their_options(rl: RLConfig) -> Faults:
+    """Each reward is listed once, because metrics are named after it, and has its options."""
+    for index, reward in enumerate(rl.rewards):
+        place = f"rl.rewards[{index}]"
+        options = reward.options
+        seconds = options.get("seconds", 0)
+        if reward.name in [other.name for other in rl.rewards[:index]]:
+            yield fault(f"`{place}.name`: given twice; put what you need into one function")
+        if reward.name == "model" and options.keys() != {"load_path"}:
+            yield fault(
+                f'`{place}.options`: must be {{load_path = "..."}}, the step folder of a reward model; state that alone'
+            )
+        if reward.name == "code" and options.get("sandbox", "auto") not in ("auto", "required"):
+            yield fault(f'`{place}.options.sandbox`: neither "auto" nor "required"; correct it')
+        if reward.name == "remote" and "url" not in options:
+            yield fault(f'`{place}.name`: needs options = {{url = "http://..."}}; add it')
+        if reward.name in ("code", "remote") and isinstance(seconds, int | float) and seconds > reward.timeout_seconds:
+            yield fault(
+                f"`{place}.options.seconds`: must be at most `{place}.timeout_seconds`, which holds all runs or tries; "
+                "lower it, or raise that"
+            )
+
+
+@rule
+def labels_are_read(rl: RLConfig) -> Faults:
+    """If label_key is set, a reward reads the labels."""
+    if rl.prompts is None or not rl.rewards or rl.warm_up_rollouts:
+        return
+    key = rl.prompts.label_key
+    names = [reward.name for reward in rl.rewards]
+    if key != type(rl.prompts).model_fields["label_key"].default and WITHOUT_LABELS.issuperset(names):
+        yield fault(
+            f"`rl.prompts.label_key`: none of the rewards ({', '.join(names)}) reads labels; add one such as math or "
+            "exact, or remove rl.prompts.label_key",
+            "rl.rewards",
+        )
+
+
+@rule
+def warm_up_is_one_step(config: RunConfig, rl: RLConfig) -> Faults:
+    """Labels are learned in rollouts of one step."""
+    key = "training.global_batch_size"
+    if rl.warm_up_rollouts and config.training.global_batch_size != rl.samples_per_rollout:
+        yield fault(
+            "`rl.warm_up_rollouts`: labels are learned in rollouts of one optimizer step; set "
+            f"{key} = {rl.samples_per_rollout}",
+            key,
+        )
+
+
+@rule
+def validation_has_prompts(config: RunConfig, rl: RLConfig) -> Faults:
+    """Validation of a policy has prompts, and prompts of validation are used."""
+    if config.validation.enable == bool(rl.validation):
+        return
+    if config.validation.enable:
+        why = "rl.validation is empty; add [[rl.validation]] tables, or set validation.enable = false"
+    else:
+        why = "no prompt of rl.validation is answered; set validation.enable = true, or remove them by --rl.validation="
+    yield fault(f"`validation.enable`: {why}", "rl.validation")

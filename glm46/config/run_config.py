@@ -11,6 +11,7 @@ from glm46.config.ablation import AblationConfig
 from glm46.config.adapter import AdapterConfig
 from glm46.config.checkpoint import CheckpointConfig, MetricsConfig
 from glm46.config.data import DataConfig
+from glm46.config.field_rules import OF_TEXT, Excludes, Needs, Requires
 from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.float8 import Float8Config
 from glm46.config.model import ModelConfig
@@ -26,7 +27,7 @@ from glm46.config.parallelism import (
 from glm46.config.profiling import ProfilingConfig
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
-from glm46.config.section import OF_TEXT, LocalPath, Needs, Removed, Section, is_huggingface
+from glm46.config.section import LocalPath, Removed, Section, is_huggingface
 from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
@@ -56,6 +57,12 @@ class InferenceConfig(Section):
     """Text to continue when training ends, by at most 64 tokens at temperature 0.6. Empty: no sample."""
 
 
+_TRAINED_WEIGHTS = (
+    "name the trained weights to start from: a step folder with checkpoint.initial_load_model_only = true, or a "
+    "Hugging Face folder with checkpoint.initial_load_in_hf = true"
+)
+
+
 class RunConfig(Section):
     """The configuration of one run, read from one TOML file."""
 
@@ -78,10 +85,28 @@ class RunConfig(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
-    finetune: FineTuneConfig | None = None
-    rl: RLConfig | None = None
-    rollout: RolloutConfig | None = None
-    adapter: AdapterConfig | None = None
+    finetune: Annotated[
+        FineTuneConfig | None,
+        Requires("checkpoint.initial_load_path", unless=("checkpoint.load_path",), remedy=_TRAINED_WEIGHTS),
+    ] = None
+    rl: Annotated[
+        RLConfig | None,
+        Excludes("finetune", reason="because a run has one task", remedy="remove one of them"),
+        Requires("rollout", remedy="add [rollout] with max_new_tokens"),
+        Requires("rl.prompts", remedy="add [rl.prompts] with the file of prompts"),
+        Requires("rl.rewards", remedy='add [[rl.rewards]] tables, such as name = "math"'),
+        Requires(
+            "checkpoint.initial_load_path",
+            unless=("checkpoint.load_path", "rl.warm_up_rollouts"),
+            remedy=f"{_TRAINED_WEIGHTS}, or set rl.warm_up_rollouts to learn the labels first",
+        ),
+    ] = None
+    rollout: Annotated[RolloutConfig | None, Requires("rl", remedy="add [rl], or remove [rollout]")] = None
+    adapter: Annotated[
+        AdapterConfig | None,
+        Requires("checkpoint.initial_load_path", remedy=_TRAINED_WEIGHTS),
+        Excludes("finetune.preference.loss_type", "reward", reason="which trains all weights"),
+    ] = None
     ablation: AblationConfig | None = None
     _ids: Mapping[str, str] = PrivateAttr(default_factory=dict)
 

@@ -3,9 +3,14 @@
 from typing import Any, NamedTuple
 
 from glm46.config.faults import show
-from glm46.config.model import ShapeConfig
+from glm46.config.field_rules import FieldRule
+from glm46.config.model import ModelShape, ShapeConfig
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
+from glm46.config.section import Section
+
+_CLASSES = {section.__name__: section for section in Section.__subclasses__()} | {ShapeConfig.__name__: ModelShape}
+"""Section classes by the names that a schema gives them."""
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
@@ -65,21 +70,27 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
     inner = []
     for key, spec in section["properties"].items():
         if (nested := _section(spec)) == ShapeConfig.__name__:
-            rows.append(KeyRow(key, "a table", "absent", " ".join(spec["description"].split())))
+            rows.append(KeyRow(key, "a table", "absent", _meaning(name, key, spec)))
             continue
         if nested:
             place, _ = _title(sections[nested])
             if place.strip("[]").startswith(header.strip("[]")):
                 inner += _describe(nested, sections)
             else:  # described in another section
-                rows.append(KeyRow(key, f"a table like {place}", "absent", " ".join(spec["description"].split())))
+                rows.append(KeyRow(key, f"a table like {place}", "absent", _meaning(name, key, spec)))
             continue
         default = spec.get("default")
         text = "absent" if default is None else show(default)
         if key in section.get("required", ()):
             text = "required"
-        rows.append(KeyRow(key, _values(spec), text, " ".join(spec["description"].split())))
+        rows.append(KeyRow(key, _values(spec), text, _meaning(name, key, spec)))
     return [SectionRows(header, meaning, rows), *inner]
+
+
+def _meaning(name: str, key: str, spec: dict) -> str:
+    """Return the documentation of a key of a section class, followed by its rules."""
+    rules = [str(mark) for mark in _CLASSES[name].model_fields[key].metadata if isinstance(mark, FieldRule)]
+    return " ".join([*spec["description"].split(), *rules])
 
 
 def _title(section: dict) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import os
-from dataclasses import dataclass
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
 )
 
+from glm46.config.faults import show
 from glm46.config.hub_address import HubKind, OnHub, is_hub_address
 
 
@@ -75,33 +76,8 @@ def _tuples(value: object) -> object:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Metadata of a field that has an effect only if another key has a certain value. A key that is set without effect
-    is refused (`rules_effect`)."""
-
-    key: str
-    """Dotted key of the same section, or else of the whole config. ``[]`` stands for any entry of an array."""
-
-    value: Any = None
-    """The value that the key must have, or a tuple of allowed values. Absent: anything except absent, empty, false and
-    0."""
-
-    above: int | None = None
-    """Lower bound of the key, exclusive, instead of a value."""
-
-    unless: str | None = None
-    """Dotted key that, if it is not empty, gives the field an effect in any case."""
-
-    absent: str = ""
-    """Instead of a value: the key must be absent. The text is the reason, written after the name of the key."""
-
-
 FORMAT_IS_FOUND = {"load_in_hf": "the folder itself tells its format; remove it"}
 """Value of `Section.refused` for sections with a folder of weights."""
-
-OF_TEXT = Needs("rl", absent=", which reads prompts")
-"""Marks keys about text, which [rl] does not read."""
 
 
 def _not_zero(value: int) -> int:
@@ -127,6 +103,27 @@ def _no_url(path: str) -> str:
 
 LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
+
+
+def _inside(path: str) -> str:
+    if not path or path.startswith("~") or ".." in path.replace("\\", "/").split("/"):
+        raise ValueError("must be an absolute path, or one inside job.dump_folder, without ~ or ..; correct it")
+    return path
+
+
+RunFolder = Annotated[LocalPath, AfterValidator(_inside)]
+"""A folder of one run: an absolute path, or one under job.dump_folder. Retention deletes step folders in it."""
+
+
+def _distinct(entries: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    for entry in entries:
+        if entries.count(entry) > 1:
+            raise ValueError(f"{show(entry)} is there twice; remove one")
+    return entries
+
+
+DISTINCT = AfterValidator(_distinct)
+"""Metadata of an array whose entries differ."""
 
 
 def real_folder(path: str | None) -> Path | None:
@@ -171,6 +168,19 @@ def _check_schedule(value: object, validate: ValidatorFunctionWrapHandler) -> _N
 Schedule = Annotated[_NumberOrPoints, WrapValidator(_check_schedule)]
 """A number, or points ``[[tokens, value], ...]`` joined by straight lines over the tokens seen since the start of the
 curriculum. Two points with the same token count make a jump; outside the points the nearest value holds."""
+
+
+def every_value(minimum: float, *, is_exclusive: bool = False) -> AfterValidator:
+    """Return the metadata of a schedule whose values are at least, or greater than, a minimum."""
+
+    def check(schedule: Schedule) -> Schedule:
+        for value in values_of(schedule):
+            if value < minimum or (is_exclusive and value == minimum):
+                point = f"value {show(value)} " if isinstance(schedule, tuple) else ""
+                raise ValueError(f"{point}must be {'greater than' if is_exclusive else 'at least'} {minimum}; raise it")
+        return schedule
+
+    return AfterValidator(check)
 
 
 def values_of(schedule: Schedule | None) -> tuple[float, ...]:

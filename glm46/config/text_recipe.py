@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import DataFile, LocalPath, ModelFolder, Needs, OnHub, Removed, Section
+from glm46.config.field_rules import Needs
+from glm46.config.section import DataFile, LocalPath, ModelFolder, OnHub, Removed, Section
 
 CHAT_FORMATS = ("chat", "messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""

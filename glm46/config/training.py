@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import OF_TEXT, CountOrAll, Needs, Schedule, Section
+from glm46.config.field_rules import OF_TEXT, AtMost, Excludes, Needs
+from glm46.config.section import CountOrAll, Schedule, Section, every_value
 
 _SAME_SAMPLES = Needs("rl", absent=", whose weights would generate the same samples again")
 
@@ -15,12 +16,18 @@ class TrainingConfig(Section):
     local_batch_size: int = Field(1, ge=1)
     """Sequences per rank and micro-batch; with [rl] the largest number of rows of a micro-batch."""
 
-    global_batch_size: Schedule | None = None
+    global_batch_size: Annotated[Schedule, every_value(1)] | None = None
     """Sequences per optimizer step over all ranks; a multiple of local_batch_size times the data-parallel degree;
     the quotient is the number of gradient accumulation steps. A schedule is a batch-size ramp, rounded down to such a
     multiple. Absent: one micro-batch per rank."""
 
-    seq_len: int = Field(4096, ge=2)
+    seq_len: Annotated[
+        int,
+        AtMost(
+            "model.shape.max_position_embeddings",
+            remedy="shorten it, or raise max_position_embeddings (and rope_theta with it)",
+        ),
+    ] = Field(4096, ge=2)
     """Tokens per sequence."""
 
     tokens: int | None = Field(None, ge=1)
@@ -48,13 +55,26 @@ class TrainingConfig(Section):
     """Type of the master weights. BF16 updates are rounded stochastically (docs/training.md). Optimizer states follow
     ``optimizer.state_dtype``."""
 
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    mixed_precision_param: Annotated[
+        Literal["bfloat16", "float32"],
+        Excludes(
+            "float8.recipe_name",
+            when="float32",
+            unless="float8.emulate",
+            reason="whose products are bfloat16 on a GPU",
+            remedy='set training.mixed_precision_param = "bfloat16", or float8.emulate = true',
+        ),
+    ] = "bfloat16"
     """Type of weights and activations in forward and backward. BF16 is slow on a CPU: debug configs set float32."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
 
-    parameter_offload: Annotated[bool, Needs("optimizer.state_offload", ("cpu", "nvme"))] = False
+    parameter_offload: Annotated[
+        bool,
+        Needs("optimizer.state_offload", ("cpu", "nvme")),
+        Excludes("adapter.name", "dora", reason="whose norms are computed on the device"),
+    ] = False
     """Sharded weights and their gradients stay in host memory (pinned if there is a GPU). FSDP2 copies the weights of a
     layer to the device to compute it, and Muon copies the gradients; AdamW updates on the CPU."""
 

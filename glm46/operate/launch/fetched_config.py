@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.hub_ids import hub_keys
+from glm46.config.fields import hub_keys
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
 from glm46.storage.huggingface.hub import fetched_keys

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.model import ModelConfig
+from glm46.config.overrides import key_parts
 from glm46.config.printable import printable
-from glm46.config.rules_effect import idle_keys
+from glm46.config.rules_fields import idle_keys
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import section_of
 
@@ -74,7 +75,7 @@ def without_idle_keys(config: RunConfig) -> RunConfig:
     """The same run, with keys that have no effect at their defaults."""
     table = config.model_dump()
     for idle in idle_keys(config):
-        *path, key = idle.place
+        *path, key = key_parts(idle.key)
         functools.reduce(lambda outer, part: outer[part], path, table).pop(key)
     return RunConfig.model_validate(table)
 

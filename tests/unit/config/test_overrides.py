@@ -184,5 +184,5 @@ def test_a_value_that_nobody_has_stated_is_called_a_default(tmp_path):
         load_config(path, ["--adapter.rank", "8"])
     faults = {fault.partition(" = ")[0]: fault for fault in error.value.faults}
     rate = faults["command line: moe.bias_update_rate"]
-    assert rate.startswith("command line: moe.bias_update_rate = 0.001 (the default): must be 0 under [adapter]")
+    assert rate.startswith("command line: moe.bias_update_rate = 0.001 (the default): is not possible with [adapter]")
     assert "(the default)" not in faults["run.toml and command line: moe.z_loss_weight".replace("run.toml", str(path))]

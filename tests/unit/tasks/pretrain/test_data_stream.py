@@ -223,12 +223,9 @@ def test_a_staged_run_trains_resumes_bit_for_bit_and_hands_its_place_on(staged_r
 
 @pytest.mark.parametrize("stages, fault", [
     ([{"start_tokens": 5}], "data.stages[0].start_tokens = 5: the run begins at"),
-    ([{"start_tokens": 0}, {"start_tokens": 0}], "data.stages[1].start_tokens = 0: must be greater"),
+    ([{"start_tokens": 0}, {"start_tokens": 0}], "data.stages[1].start_tokens = 0: must be above 0"),
     ([{"start_tokens": 0, "weights": [1.0]}], "must have one weight for each of the 2 sources"),
-    ([{"start_tokens": 0, "weights": [0.0, 0.0]}], "one must be above 0"),
-    ([{"start_tokens": 0, "weights": [-1.0, 2.0]}], "no weight may be negative"),
-    ([{"start_tokens": 0, "seq_len": 64}], "longer than training.seq_len = 32"),
-    ([{"start_tokens": 0, "documents": [0.5, 0.5]}], "must be a range"),
+    ([{"start_tokens": 0, "seq_len": 64}], "must be at most training.seq_len = 32"),
     ([{"start_tokens": 0}, {"start_tokens": 9, "seq_len": 16}], "both read a, b with different"),
 ])  # fmt: skip
 def test_stages_that_make_no_sense_are_refused(staged_run, two_sources, stages, fault):

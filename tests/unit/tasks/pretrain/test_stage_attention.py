@@ -152,7 +152,7 @@ def test_a_factor_of_one_and_a_window_of_minus_one_switch_off(make_run):
     ({"sliding_window": 33}, "data.stages[1].sliding_window = 33: longer than the sequences of this stage, 32 tokens"),
     (
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        "data.stages[1].rope_scaling.original_max_position_embeddings: required for rope_type",
+        'data.stages[1].rope_scaling.rope_type = "yarn": needs data.stages[1].rope_scaling.original_max_position_emb',
     ),
     (
         {"rope_scaling": LINEAR | {"beta_fast": 16.0}},
