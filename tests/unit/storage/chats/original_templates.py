@@ -16,8 +16,7 @@ from pathlib import Path
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.unit.storage.chats.random_chats import Writer
-from tests.unit.storage.chats.samples import CONVERSATIONS
+from tests.unit.storage.chats.samples import CONVERSATIONS, Writer
 
 FILE = Path(__file__).with_suffix(".json")
 SHA256 = {

@@ -1,11 +1,13 @@
-"""The chat format: which tokens are targets, written out rule by rule, and documents against prompts."""
+"""The chat format: which tokens are targets, documents against prompts, and turns as programs read them."""
 
 import pytest
 
 from glm46.config.errors import UserError
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
+from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message, parse_conversation
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.tasks.rl.rewards.answer import Answer, exact, maths
 
 TOKENIZER = load_tokenizer("builtin")
 
@@ -250,3 +252,41 @@ def test_a_tokenizer_without_the_markers_is_refused():
     poor = Tokenizer("poor.json", TOKENIZER.pattern, TOKENIZER.ranks, special)
     with pytest.raises(UserError, match="poor.json.*/nothink, <tool_call>.*tokenizer of a GLM"):
         chat_prompt(poor, [Message("user", "Hi")], thinking=True)
+
+
+NOW = "<tool_call>now\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("\n42", "42", 0),
+        ("\n<think>why</think>\n42", "42", 0),
+        ("\n<think>first</think>wrong</think>42", "42", 0),
+        ("\n<think>a</think>b<think>c</think>d", "d", 0),
+        ("\n<think>a</think></think>d", "d", 0),
+        ("a</think>42", "42", 0),
+        (f"\n<think>a</think>b{NOW}</think>{NOW}", "", 1),
+        (f"\n<think>a</think>{NOW}<think>b</think>c", "c", 0),
+    ],
+)
+def test_programs_and_rewards_read_the_same_answer(text, content, calls):
+    reader = TurnReader(TOKENIZER)
+    for token in TOKENIZER.encode_with_special(text).tolist():
+        reader.read(token)
+    assert not reader.in_thought
+    message = reader.end()[1]
+    assert (message.content, len(message.tool_calls)) == (content, calls)
+    answer = Answer("6 * 7?", text, "42", True, 9, True)
+    assert answer.result == content and answer.spoken.count("<tool_call>") == calls
+    if content == "42":
+        assert exact(answer, {}) == 1.0 and maths(answer, {}) == 1.0
+
+
+@pytest.mark.parametrize("text", ["\n<think>42", "\n<think>a</think>b<think>42"])
+def test_an_open_thought_is_no_answer(text):
+    reader = TurnReader(TOKENIZER)
+    for token in TOKENIZER.encode_with_special(text).tolist():
+        reader.read(token)
+    answer = Answer("6 * 7?", text, "42", True, 9, True)
+    assert reader.in_thought and reader.end()[1].content == answer.result == "" and exact(answer, {}) == 0.0

@@ -1,16 +1,30 @@
-"""One process: a checkpoint loads bit for bit, or is refused with the reason."""
+"""One process: a checkpoint loads bit for bit, or is refused with the reason; saves in the background; retention."""
 
 import enum
+import math
 import os
 import pickle
+import resource
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
+from glm46.commands.checkpoint import checkpoint_command
+from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError
+from glm46.storage.checkpoint import dcp, finite, save
+from glm46.storage.checkpoint.finite import NotFiniteError, names_not_finite
+from glm46.storage.checkpoint.integrity import complete_steps
 from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.publish import Retention, steps_to_remove
+from glm46.tasks.weights.write_model import write_model
+from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -315,3 +329,234 @@ def test_metadata_through_which_dcp_would_load_wrong_values_is_refused(tmp_path,
     with pytest.raises(UserError, match="step-000001"):
         fresh(tmp_path).load(1, target)
     assert same_bits(target, make_tensors(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_one_bad_value_is_found_in_every_type(dtype):
+    tensors = {"good": torch.zeros(3, 7, dtype=dtype), "empty": torch.zeros(0, dtype=dtype), "whole": torch.arange(5)}
+    tensors["large"] = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
+    assert names_not_finite(tensors) == []
+    for number, bad in enumerate([float("nan"), *([] if dtype.itemsize == 1 else [float("inf"), -float("inf")])]):
+        tensors[f"bad{number}"] = torch.zeros(9).index_fill(0, torch.tensor([4]), bad).to(dtype)
+    assert names_not_finite(tensors) == [name for name in tensors if name.startswith("bad")]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_with_a_bad_value_publishes_nothing_and_names_the_tensor(tmp_path, in_background):
+    manager, tensor = CheckpointManager(tmp_path, keep_latest_k=1), torch.ones(4)
+    manager.save(1, {"model.w": tensor}, {})
+    tensor[2] = float("inf")
+    with pytest.raises(NotFiniteError, match=r"model\.w holds values that are not finite"):
+        if in_background:
+            manager.save_in_background(2, {"model.w": tensor}, {})
+            manager.close()
+        else:
+            manager.save(2, {"model.w": tensor}, {})
+    assert manager.newest() == 1 and [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
+
+
+def test_an_existing_checkpoint_with_bad_values_is_not_verified_and_not_used(tmp_path, monkeypatch, capsys):
+    manager, tensor = CheckpointManager(tmp_path, keep_latest_k=0), torch.ones(40, 3)
+    manager.save(1, {"model.w": tensor}, {})
+    tensor[39, 2] = float("nan")
+    monkeypatch.setattr(finite, "_PIECE_BYTES", 100)
+    with monkeypatch.context() as patch:  # as an earlier version, which checked no values
+        patch.setattr(save, "refuse_not_finite", lambda tensors, ranks: None)
+        patch.setattr(save.Snapshot, "facts", lambda self, size, **_: {"saved_at": 0.0, "validation_loss": None})
+        manager.save(2, {"model.w": tensor}, {})
+    assert checkpoint_command(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "DAMAGED" in said and "step-000002: model.w holds values that are not finite" in said
+    fresh = CheckpointManager(tmp_path, keep_latest_k=0)
+    assert fresh.newest() == 1
+    with pytest.raises(UserError, match="not finite"):
+        fresh.load(2, {"model.w": tensor})
+
+
+def test_weights_of_a_conversion_are_checked_when_a_run_starts_from_them(tmp_path):
+    nan = lambda name, tensor: tensor.fill_(float("nan"))  # noqa: E731
+    step = write_model(tmp_path, {"w": ((2, 2), torch.float32)}, nan, {})
+    with pytest.raises(UserError, match=r"model\.w holds values that are not finite"):
+        CheckpointManager(tmp_path / "run", keep_latest_k=0).load(step, {"model.w": torch.ones(2, 2)})
+
+
+def make_manager(folder, **rule) -> CheckpointManager:
+    return CheckpointManager(folder, keep_latest_k=0, **rule)
+
+
+def filled(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.full((300, 1000), float(value)),
+        "half": torch.full((3, 5), value, dtype=torch.bfloat16),
+        "count": torch.tensor(int(value)),
+        "empty": torch.zeros(0, 2),
+    }
+
+
+def take(manager: CheckpointManager) -> list:
+    return wait_until(manager.poll, "no save ended")
+
+
+def test_a_background_save_holds_the_values_of_its_call(tmp_path):
+    manager, tensors, meta = make_manager(tmp_path), filled(1), {"clock": 1}
+    for step in (1, 2, 3):
+        assert manager.save_in_background(step, tensors, meta)
+        for tensor in tensors.values():
+            tensor.fill_(step + 1)
+        meta["clock"] = step + 1
+        (outcome,) = take(manager)
+        assert outcome.step == step
+        # 1.2 MB of values; records of DCP add about 1.4 kB for each of four tensors, metadata and manifest the rest
+        assert 1_200_000 < outcome.bytes < 1_212_000
+    for step in (1, 2, 3):
+        target = filled(0)
+        assert manager.load(step, target) == {"clock": step}
+        assert all((tensor == step).all() for tensor in target.values())
+    manager.close()
+
+
+def test_storage_that_hangs_costs_checkpoints_but_no_training_time(tmp_path, monkeypatch):
+    manager, gate = make_manager(tmp_path), threading.Event()
+    monkeypatch.setattr(dcp, "fsync", lambda descriptor: gate.wait(600))
+    assert manager.save_in_background(1, filled(1), {})
+    started = time.monotonic()
+    assert not manager.save_in_background(2, filled(2), {})
+    assert manager.poll() == []
+    assert time.monotonic() - started < 60  # the disk would have taken ten minutes
+    gate.set()
+    assert [outcome.step for outcome in take(manager)] == [1]
+    assert manager.save_in_background(3, filled(3), {})
+    assert [outcome.step for outcome in manager.close()] == [3]
+    assert manager.newest() == 3
+
+
+def test_a_step_is_published_after_what_has_to_be_written_before(tmp_path):
+    manager, published = make_manager(tmp_path), []
+    manager.before_publishing = lambda: published.append(complete_steps(tmp_path))
+    manager.save(1, filled(1), {})
+    assert manager.save_in_background(2, filled(2), {})
+    take(manager)
+    assert published == [[], [1]]
+
+
+@pytest.fixture
+def small_disk():
+    """Writes fail beyond a file size, as on a full disk; a call lifts the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_reported_and_the_next_save_works(tmp_path, small_disk):
+    manager = make_manager(tmp_path)
+    manager.save(1, {"small": torch.ones(3)}, {})
+    with pytest.raises(CheckpointError, match="rank 0, writing tensors: OSError"):
+        manager.save(2, filled(2), {})
+    assert manager.save_in_background(3, filled(3), {})
+    with pytest.raises(CheckpointError, match="rank 0, writing tensors: OSError"):
+        take(manager)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    assert manager.newest() == 1
+    small_disk()
+    assert manager.save_in_background(4, filled(4), {})
+    assert [outcome.step for outcome in manager.close()] == [4]
+    assert manager.newest() == 4
+
+
+def test_a_failed_background_save_is_not_lost_when_another_save_comes_first(tmp_path, monkeypatch):
+    def broken_once(descriptor):
+        monkeypatch.undo()
+        raise OSError(5, "Input/output error")
+
+    manager = make_manager(tmp_path)
+    monkeypatch.setattr(dcp, "fsync", broken_once)
+    assert manager.save_in_background(1, filled(1), {})
+    manager.save(2, filled(2), {})
+    with pytest.raises(CheckpointError, match="rank 0, writing tensors: OSError: .*Input/output error"):
+        manager.poll()
+    assert manager.poll() == [] and manager.newest() == 2
+
+
+def test_meta_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    manager = make_manager(tmp_path / "run")
+    for write in (manager.save, manager.save_in_background):
+        with pytest.raises(CheckpointError, match="TypeError"):
+            write(1, filled(1), {"tensor": torch.ones(1)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_best_checkpoints_stay_and_staging_is_kept_while_shapes_stay(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_latest_k=1, keep_best_k=1, keep_every=40)
+    for step, loss in ((10, 3.0), (20, 1.5), (30, 2.5), (40, None), (50, float("nan")), (60, 2.0)):
+        assert manager.save_in_background(step, filled(step), {}, validation_loss=loss)
+        take(manager)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000020", "step-000040", "step-000060"]
+    other = {"weight": torch.ones(7), "new": torch.ones(2)}
+    assert manager.save_in_background(70, other, {})
+    manager.close()
+    assert manager.load(70, {name: torch.zeros_like(tensor) for name, tensor in other.items()}) == {}
+
+
+def test_nothing_is_removed_until_the_new_checkpoint_was_read_back(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, keep_latest_k=1)
+    manager.save(1, filled(1), {})
+
+    def lying_disk(descriptor):
+        monkeypatch.undo()
+        os.pwrite(descriptor, b"\xff", 100_000)  # after the bytes were hashed and written
+
+    monkeypatch.setattr(dcp, "fsync", lying_disk)
+    with pytest.raises(CheckpointError, match="step-000002/__0_0.distcp: SHA-256"):
+        manager.save(2, filled(2), {})
+    assert manager.newest() == 1
+    manager.save(3, filled(3), {})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003"]
+
+
+LOSS = st.none() | st.floats(0, 10) | st.just(math.nan)
+
+
+def test_each_rule_keeps_its_steps():
+    losses = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 2.5, 700: 2.9}
+    assert steps_to_remove(losses, Retention(keep_latest_k=0)) == []
+    assert steps_to_remove(losses, Retention(keep_latest_k=2)) == [100, 200, 300, 400, 500]
+    assert steps_to_remove(losses, Retention(keep_latest_k=1, keep_best_k=2)) == [100, 300, 500, 600]
+    assert steps_to_remove(losses, Retention(keep_latest_k=1, keep_every=300)) == [100, 200, 400, 500]
+    assert steps_to_remove(losses, Retention(keep_latest_k=1), in_use={200}) == [100, 300, 400, 500, 600]
+    # Checkpoints of a row of skipped steps never displace the newest one before it.
+    assert steps_to_remove(losses, Retention(keep_latest_k=2), doubtful={600, 700}) == [100, 200, 300, 400]
+    assert steps_to_remove({1: 2.0, 2: 2.0, 3: 5.0}, Retention(keep_latest_k=1, keep_best_k=1)) == [1]
+
+
+def test_losses_of_unknown_steps_compete_only_among_themselves():
+    losses = {100: 1.0, 200: 0.5, 300: 4.0, 400: 3.0, 500: 5.0}
+    rule = Retention(keep_latest_k=1, keep_best_k=1)
+    assert steps_to_remove(losses, rule, undated={100, 200}) == [100, 300]
+    assert steps_to_remove(losses, Retention(keep_latest_k=1), undated={100, 200}) == [100, 200, 300, 400]
+
+
+@settings(max_examples=2000)
+@given(
+    st.dictionaries(st.integers(0, 60), LOSS, max_size=20),
+    st.integers(1, 5),
+    st.integers(0, 20),
+    st.integers(0, 4),
+    st.sets(st.integers(0, 60), max_size=2),
+    st.sets(st.integers(0, 60)),
+)
+@pytest.mark.slow
+def test_the_steps_of_the_rules_are_kept_and_no_others(losses, latest, every, best, in_use, doubtful):
+    removed = steps_to_remove(losses, Retention(latest, every, best), in_use, doubtful)
+    kept = set(losses) - set(removed)
+    newest = set(sorted(losses)[-latest:]) | set(sorted(losses.keys() - doubtful)[-1:])
+    multiples = {step for step in losses if every and step % every == 0}
+    numbers = {step: loss for step, loss in losses.items() if loss is not None and not math.isnan(loss)}
+    assert newest | multiples | (in_use & set(losses)) <= kept
+    assert removed == sorted(set(removed)) and set(removed) <= set(losses)
+    best_kept = kept - newest - multiples - in_use
+    assert len(best_kept) <= best
+    # Every removed step that has a loss is no better than the worst of those kept as best.
+    ranked = sorted(numbers.values())[:best]
+    assert all(numbers[step] >= ranked[-1] for step in removed if step in numbers and ranked)
+    assert len([step for step in kept if step in numbers]) >= min(best, len(numbers))
