@@ -189,50 +189,7 @@ def marked(*messages, history="expand", no_reasoning="nothink"):
 
 CALL, RESULT = {"name": "now", "arguments": {"zone": "é"}}, {"role": "tool", "content": "noon"}
 THREE = user("1"), assistant("a", "x"), user("2"), assistant("b"), user("3"), assistant("c", "z")
-TARGETS = {
-    "a thought that the prompt opens": (
-        (user(), assistant(" Hello\n", " why ")), {},
-        ["<|user|>Hi<|assistant|><think>[[why</think>Hello<|user|>]]"],
-    ),
-    "no thought, no switch": (
-        (user("Hi/nothink"), assistant()), {}, ["<|user|>Hi/nothink<|assistant|></think>[[Hello<|user|>]]"],
-    ),
-    "mask is the same": (
-        (user(), assistant()), {"no_reasoning": "mask"}, ["<|user|>Hi<|assistant|></think>[[Hello<|user|>]]"],
-    ),
-    "an opened thought that the model ends": (
-        (user(), assistant()), {"no_reasoning": "train"},
-        ["<|user|>Hi<|assistant|><think>[[</think>Hello<|user|>]]"],
-    ),
-    "a call and a step without a thought": (
-        (user(), assistant("", "look", [CALL]), RESULT, assistant("Noon.")), {},
-        ["<|user|>Hi<|assistant|><think>[[look</think><tool_call>now<arg_key>zone</arg_key><arg_value>é</arg_value>"
-         "</tool_call><|observation|>]]<tool_response>noon</tool_response><|assistant|></think>[[Noon.<|user|>]]"],
-    ),
-    "turns without reasoning share the next document": (
-        THREE, {},
-        ["<|user|>1<|assistant|><think>[[x</think>a<|user|>]]",
-         "<|user|>1<|assistant|></think>a<|user|>2<|assistant|></think>[[b<|user|>]]3<|assistant|><think>"
-         "[[z</think>c<|user|>]]"],
-    ),
-    "an ended thought reads otherwise later, so it is alone": (
-        THREE, {"no_reasoning": "train"},
-        ["<|user|>1<|assistant|><think>[[x</think>a<|user|>]]",
-         "<|user|>1<|assistant|></think>a<|user|>2<|assistant|><think>[[</think>b<|user|>]]",
-         "<|user|>1<|assistant|></think>a<|user|>2<|assistant|></think>b<|user|>3<|assistant|><think>"
-         "[[z</think>c<|user|>]]"],
-    ),
-    "all": (
-        THREE, {"history": "all"},
-        ["<|user|>1<|assistant|></think>[[a<|user|>]]2<|assistant|></think>[[b<|user|>]]3<|assistant|><think>"
-         "[[z</think>c<|user|>]]"],
-    ),
-    "keep": (
-        THREE, {"history": "keep"},
-        ["<|user|>1<|assistant|><think>[[x</think>a<|user|>]]2<|assistant|></think>[[b<|user|>]]3<|assistant|><think>"
-         "[[z</think>c<|user|>]]"],
-    ),
-}  # fmt: skip
+TARGETS = json.loads(Path(__file__).with_name("targets_of_glm_47.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -1,6 +1,7 @@
 """Lines of chat files: formats, orders of roles and results of tools are read, or refused with the reason."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from glm46.storage.chats.format_as_text import CALL_AS_TEXT, MARKER_AS_TEXT, OPE
 from glm46.storage.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("builtin")
+BAD_LINES = json.loads(Path(__file__).with_name("bad_lines.json").read_text(encoding="utf-8"))
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -148,35 +150,13 @@ def calling(**function):
     return {"role": "assistant", "tool_calls": [{"function": function}]}
 
 
-@pytest.mark.parametrize("reason, messages", [
-    ("no messages", []), ("message is not an object", ["Hi"]), ("no assistant", [USER]),
-    ("unknown role", [{"role": "critic", "content": "x"}, ANSWER]), ("unknown role", [{"content": "x"}, ANSWER]),
-    ("unknown role", [{"role": ["user"], "content": "x"}, ANSWER]),
-    ("content is neither text nor a list of text", [{"role": "user"}, ANSWER]),
-    ("content is neither text nor a list of text", [{"role": "user", "content": 3}, ANSWER]),
-    ("content is neither text nor a list of text", [{"role": "user", "content": [3]}, ANSWER]),
-    ("content is neither text nor a list of text", [{"role": "user", "content": [{"type": "text"}]}, ANSWER]),
-    ("image, audio or other part that is not text", [USER | {"content": [{"type": "image_url"}]}, ANSWER]),
-    ("image, audio or other part that is not text", [USER | {"content": [{"type": "audio", "text": "x"}]}, ANSWER]),
-    ("reasoning is not text", [USER, ANSWER | {"reasoning_content": ["x"]}]),
-    ("assistant with neither content nor call", [USER, {"role": "assistant", "content": None}]),
-    ("assistant with neither content nor call", [USER, {"role": "assistant", "content": "<think>x</think> "}]),
-    ("tool calls are not a list of objects", [USER, {"role": "assistant", "tool_calls": "3"}]),
-    ("tool call is not JSON", [USER, {"role": "assistant", "tool_calls": "now"}]),
-    ("tool call is not JSON", [USER, {"role": "tool_call", "content": "now()"}]),
-    ("tool call without a name", [USER, calling(arguments={})]), ("tool call without a name", [USER, calling(name="")]),
-    ("arguments are not JSON", [USER, calling(name="now", arguments="{city: Rome}")]),
-    ("arguments are not JSON", [USER, calling(name="now", arguments="[" * 100_000)]),
-    ("arguments are not an object", [USER, calling(name="now", arguments='"Rome"')]),
-    ("arguments are not an object", [USER, calling(name="now", arguments=["Rome"])]),
-    ("tool message not behind a tool call", [USER, ANSWER, RESULT, ANSWER]),
-    ("tool message not behind a tool call", [USER, RESULT, ANSWER]),
-    ("tool message not behind a tool call", [USER, CALL, RESULT, RESULT, ANSWER]),
-    ("tool message not behind a tool call", [USER, TWO_CALLS, RESULT, CALL, RESULT, RESULT, ANSWER]),
-    ("tool message not behind a tool call", [USER, CALL, RESULT, ANSWER, USER, RESULT, ANSWER]),
-    ("weight is neither 0 nor 1", [USER, ANSWER | {"weight": 0.5}]),
-    ("weight is neither 0 nor 1", [USER, ANSWER | {"train": "no"}]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reason, messages",
+    BAD_LINES["messages"]
+    + [
+        ("arguments are not JSON", [USER, calling(name="now", arguments="[" * 100_000)]),
+    ],
+)
 def test_bad_lines_are_refused_with_their_reason(reason, messages):
     with pytest.raises(BadConversation) as refused:
         parse(*messages)
@@ -243,20 +223,7 @@ def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_o
         assert got.messages[-1].content == answer and got.messages[1].content == text == got.messages[3].content
 
 
-@pytest.mark.parametrize("reason, format, record", [
-    ("line is not an object", "messages", ["Hi"]), ("no messages", "messages", {"text": "Hi"}),
-    ("no messages", "sharegpt", {"messages": [USER, ANSWER]}),
-    ("message is not an object", "sharegpt", {"conversations": ["Hi"]}),
-    ("no prompt", "prompt_completion", {"completion": "Hello"}),
-    ("message is not an object", "prompt_completion", {"prompt": ["Hi"], "completion": "Hello"}),
-    ("no completion", "prompt_completion", {"prompt": "Hi"}),
-    ("no assistant", "prompt_completion", {"prompt": [USER], "completion": [USER]}),
-    ("no output", "alpaca", {"instruction": "Hi"}), ("no instruction", "alpaca", {"input": "Hi", "output": "Hello"}),
-    ("history is not a list of pairs", "alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi"]]}),
-    ("tools are not JSON", "messages", {"messages": [USER, ANSWER], "tools": "weather"}),
-    ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": ["weather"]}),
-    ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": "{}"}),
-])  # fmt: skip
+@pytest.mark.parametrize("reason, format, record", BAD_LINES["other_formats"])
 def test_bad_lines_of_other_formats(reason, format, record):
     with pytest.raises(BadConversation) as refused:
         parse_conversation(record, format)
@@ -283,19 +250,7 @@ def test_the_columns_of_a_line_tell_its_format(record):
     assert parse_conversation(record, "chat").messages == parse(*ASKED).messages
 
 
-@pytest.mark.parametrize(("format", "record", "said"), [
-    ("chat", {"text": "Hi", "id": 3}, "columns of no chat format: columns text, id$"),
-    ("chat", {"instruction": "Hi"}, "columns of no chat format: columns instruction$"),
-    ("chat", {}, "columns of no chat format: columns none$"),
-    ("chat", {"messages": None, "prompt": "Hi"}, "columns of no chat format: columns messages, prompt$"),
-    ("messages", BY_COLUMNS["sharegpt"], 'no messages: columns conversations: those of format = "sharegpt"$'),
-    ("sharegpt", BY_COLUMNS["messages"], 'no messages: columns messages: those of format = "messages"$'),
-    ("messages", BY_COLUMNS["alpaca"], 'those of format = "alpaca"$'),
-    ("alpaca", BY_COLUMNS["sharegpt"], 'no instruction: columns conversations: those of format = "sharegpt"$'),
-    ("prompt_completion", BY_COLUMNS["alpaca"], 'no prompt: columns .*: those of format = "alpaca"$'),
-    ("prompt_completion", {"prompt": "Hi", "response": "Hello"}, "no completion: columns prompt, response$"),
-    ("alpaca", {"instruction": "Hi", "response": "Hello"}, "no output: columns instruction, response$"),
-])  # fmt: skip
+@pytest.mark.parametrize("format, record, said", BAD_LINES["columns"])
 def test_a_line_of_other_columns_is_refused_with_those_that_it_has(format, record, said):
     with pytest.raises(BadConversation, match=said):
         parse_conversation(record, format)
@@ -371,68 +326,17 @@ TOKENIZERS = {"GLM-4.6": load_tokenizer("builtin", "GLM-4.6"), "GLM-4.7": load_t
 QUESTION = {"role": "user", "content": "Q"}
 ZONE_CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "now", "arguments": {"zone": "CET"}}]}
 CALL_46 = "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>CET</arg_value>\n</tool_call>"
-CALL_47 = "<tool_call>now<arg_key>zone</arg_key><arg_value>CET</arg_value></tool_call>"
-ASKED_46 = f"<|user|>\nQ<|assistant|>\n<think></think>\n{CALL_46}"
-ASKED_47 = f"<|user|>Q<|assistant|></think>{CALL_47}"
-NOON_46 = "<|observation|>\n<tool_response>\nnoon\n</tool_response>"
-NOON_47 = "<|observation|><tool_response>noon</tool_response>"
 
 
 def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def system(text: str) -> dict:
-    return {"role": "system", "content": text}
-
-
 def answer(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-ORDERS = {
-    "user after a result": (
-        [QUESTION, ZONE_CALL, RESULT, user("Brief.")],
-        f"{ASKED_46}{NOON_46}<|user|>\nBrief.",
-        f"{ASKED_47}{NOON_47}<|user|>Brief.",
-    ),
-    "user after a call": (
-        [QUESTION, ZONE_CALL, user("Stop.")],
-        f"{ASKED_46}<|user|>\nStop.",
-        f"{ASKED_47}<|user|>Stop.",
-    ),
-    "system after a result": (
-        [QUESTION, ZONE_CALL, RESULT, system("Two left.")],
-        f"{ASKED_46}{NOON_46}<|system|>\nTwo left.",
-        f"{ASKED_47}{NOON_47}<|system|>Two left.",
-    ),
-    "system between a call and its result": (
-        [QUESTION, ZONE_CALL, system("Wait."), RESULT],
-        f"{ASKED_46}<|system|>\nWait.{NOON_46}",
-        f"{ASKED_47}<|system|>Wait.{NOON_47}",
-    ),
-    "answer after a call": (
-        [QUESTION, ZONE_CALL, answer("late"), user("Q2")],
-        f"{ASKED_46}<|assistant|>\n<think></think>\nlate<|user|>\nQ2",
-        f"{ASKED_47}<|assistant|></think>late<|user|>Q2",
-    ),
-    "two answers": (
-        [QUESTION, answer("one"), answer("two"), user("Q2")],
-        "<|user|>\nQ<|assistant|>\n<think></think>\none<|assistant|>\n<think></think>\ntwo<|user|>\nQ2",
-        "<|user|>Q<|assistant|></think>one<|assistant|></think>two<|user|>Q2",
-    ),
-    "an answer first": (
-        [answer("Hello"), QUESTION],
-        "<|assistant|>\n<think></think>\nHello<|user|>\nQ",
-        "<|assistant|></think>Hello<|user|>Q",
-    ),
-    "an answer last": (
-        [QUESTION, answer("one")],
-        "<|user|>\nQ<|assistant|>\n<think></think>\none",
-        "<|user|>Q<|assistant|></think>one",
-    ),
-    "no user": ([system("Be brief.")], "<|system|>\nBe brief.", "<|system|>Be brief."),
-}
+ORDERS = json.loads(Path(__file__).with_name("orders_of_roles.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", ORDERS)
