@@ -16,7 +16,7 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
 from glm46.config.model import ModelConfig
 from glm46.config.presets import PRESETS, resolve_shape
-from glm46.files.tensor_file import TensorFile, lay_out, read_records
+from glm46.files.tensor_file import TensorFile, lay_out
 from glm46.storage.huggingface import quantization_keys
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, _lay_out_files, export_weights
@@ -27,6 +27,7 @@ from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, SCHEMES, config_of_scheme, scheme_of
 from tests.builders import model_table
+from tests.unit.storage.huggingface.test_hf_fp8 import stored_in
 
 INT4 = Int4()
 TABLE = ModelConfig(**model_table(
@@ -57,12 +58,6 @@ def tensors():
 @pytest.fixture(scope="module")
 def folder(tensors, tmp_path_factory):
     return export(tmp_path_factory.mktemp("int4") / "folder", tensors)
-
-
-def stored_in(folder):
-    records = read_records(folder / SINGLE_FILE)
-    with TensorFile(folder / SINGLE_FILE, records) as file:
-        return {n: file.read(n, tuple((0, size) for size in record.shape)) for n, record in records.items()}
 
 
 def rewrite(folder, stored):
