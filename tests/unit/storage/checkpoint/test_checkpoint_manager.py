@@ -380,10 +380,6 @@ def test_weights_of_a_conversion_are_checked_when_a_run_starts_from_them(tmp_pat
         CheckpointManager(tmp_path / "run", keep_latest_k=0).load(step, {"model.w": torch.ones(2, 2)})
 
 
-def make_manager(folder, **rule) -> CheckpointManager:
-    return CheckpointManager(folder, keep_latest_k=0, **rule)
-
-
 def filled(value: float) -> dict[str, torch.Tensor]:
     return {
         "weight": torch.full((300, 1000), float(value)),
@@ -398,7 +394,7 @@ def take(manager: CheckpointManager) -> list:
 
 
 def test_a_background_save_holds_the_values_of_its_call(tmp_path):
-    manager, tensors, meta = make_manager(tmp_path), filled(1), {"clock": 1}
+    manager, tensors, meta = fresh(tmp_path), filled(1), {"clock": 1}
     for step in (1, 2, 3):
         assert manager.save_in_background(step, tensors, meta)
         for tensor in tensors.values():
@@ -416,7 +412,7 @@ def test_a_background_save_holds_the_values_of_its_call(tmp_path):
 
 
 def test_storage_that_hangs_costs_checkpoints_but_no_training_time(tmp_path, monkeypatch):
-    manager, gate = make_manager(tmp_path), threading.Event()
+    manager, gate = fresh(tmp_path), threading.Event()
     monkeypatch.setattr(dcp, "fsync", lambda descriptor: gate.wait(600))
     assert manager.save_in_background(1, filled(1), {})
     started = time.monotonic()
@@ -431,7 +427,7 @@ def test_storage_that_hangs_costs_checkpoints_but_no_training_time(tmp_path, mon
 
 
 def test_a_step_is_published_after_what_has_to_be_written_before(tmp_path):
-    manager, published = make_manager(tmp_path), []
+    manager, published = fresh(tmp_path), []
     manager.before_publishing = lambda: published.append(complete_steps(tmp_path))
     manager.save(1, filled(1), {})
     assert manager.save_in_background(2, filled(2), {})
@@ -449,7 +445,7 @@ def small_disk():
 
 
 def test_a_full_disk_is_reported_and_the_next_save_works(tmp_path, small_disk):
-    manager = make_manager(tmp_path)
+    manager = fresh(tmp_path)
     manager.save(1, {"small": torch.ones(3)}, {})
     with pytest.raises(CheckpointError, match="rank 0, writing tensors: OSError"):
         manager.save(2, filled(2), {})
@@ -469,7 +465,7 @@ def test_a_failed_background_save_is_not_lost_when_another_save_comes_first(tmp_
         monkeypatch.undo()
         raise OSError(5, "Input/output error")
 
-    manager = make_manager(tmp_path)
+    manager = fresh(tmp_path)
     monkeypatch.setattr(dcp, "fsync", broken_once)
     assert manager.save_in_background(1, filled(1), {})
     manager.save(2, filled(2), {})
@@ -479,7 +475,7 @@ def test_a_failed_background_save_is_not_lost_when_another_save_comes_first(tmp_
 
 
 def test_meta_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    manager = make_manager(tmp_path / "run")
+    manager = fresh(tmp_path / "run")
     for write in (manager.save, manager.save_in_background):
         with pytest.raises(CheckpointError, match="TypeError"):
             write(1, filled(1), {"tensor": torch.ones(1)})

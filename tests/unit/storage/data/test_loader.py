@@ -183,8 +183,11 @@ def validation(root, *, rank=0, degree=1, rows=2, limit=None, seq_len=32):
 
 
 @pytest.mark.parametrize("degree, rows", [(1, 1), (1, 2), (3, 2), (4, 5), (7, 3)])
-def test_validation_reads_every_token_once_and_gives_each_rank_as_many_batches(sources, degree, rows):
-    tokens = np.concatenate([[*d, EOS] for d in _documents(LENGTHS[:33])])
+def test_validation_reads_every_token_once_and_gives_each_rank_as_many_batches(
+    sources, counting_documents, degree, rows
+):
+    documents = counting_documents(LENGTHS[:33])
+    tokens = np.concatenate([[*d, EOS] for d in documents])
     inputs, targets, batches = [], [], set()
     for rank in range(degree):
         mine = list(validation(sources, rank=rank, degree=degree, rows=rows))
@@ -197,15 +200,8 @@ def test_validation_reads_every_token_once_and_gives_each_rank_as_many_batches(s
             assert ((batch["sample_numbers"] == -1) == ~real.any(dim=1)).all()
     assert len(batches) == 1
     assert sorted(inputs) == sorted(tokens.tolist())
-    firsts = {d[0] for d in _documents(LENGTHS[:33])}
+    firsts = {d[0] for d in documents}
     assert sorted(targets) == sorted(t for t in tokens.tolist() if t not in firsts)
-
-
-def _documents(lengths):
-    at = 0
-    for length in lengths:
-        yield list(range(at, at + length))
-        at += length + 1
 
 
 def test_validation_stops_at_the_limit(sources):
