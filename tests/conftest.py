@@ -66,7 +66,7 @@ EVERY = {
     "test_kernel_counts::test_bytes_and_kernels_only_fall": 3,
     "test_measures::test_a_model_that_is_trained_for_it_finds_the_needle_and_greedy_decoding_writes_it": 0,
     "test_standard_tasks::test_chats_and_texts_are_those_of_the_hf_backend": 6,
-    "test_attention_shapes::test_a_long_generation_meets_few_shapes_and_no_groups_of_heads_with_a_mask": 7,
+    "test_scoring::test_a_long_generation_meets_few_shapes_and_no_groups_of_heads_with_a_mask": 7,
     "test_monitoring_stack::test_a_program_that_reads_its_data_for_long_is_not_ended": 0,
     "test_monitoring_stack::test_grafana_and_dcgm_exporter_start_with_these_arguments": 4,
     "test_alarm::test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks": 2,

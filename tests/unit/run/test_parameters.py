@@ -1,15 +1,37 @@
-"""The table of parameters against the model, and counts of the published models against their index files."""
+"""Parameters by the table, in the model and in `model_shape`; and FLOPs against numbers derived by hand."""
 
+import ast
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import glm46
 from glm46.compute.model.transformer import Transformer
 from glm46.config.adapter import AdapterConfig
+from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
-from glm46.run.parameters import PARAMETERS, adapter_rows, count_parameters, find_parameter, layer_rows, named_rows
+from glm46.run.flops import (
+    attention_flops,
+    batch_flops,
+    document_half_pairs,
+    newton_schulz_flops,
+    training_flops,
+)
+from glm46.run.parameters import (
+    PARAMETERS,
+    adapter_rows,
+    count_parameters,
+    find_parameter,
+    layer_counts,
+    layer_rows,
+    named_rows,
+)
 
 SHAPES = {
     "debug": {}, "dense only": {"first_k_dense_replace": 4, "num_nextn_predict_layers": 0},
@@ -75,13 +97,15 @@ def _sum(rows, shape):
 # Tensors and numbers of a dense layer, of one with experts, of all but the prediction layer, and of that; their sums;
 # numbers as published, with repetitions in that layer; and billions that a token uses: of all but the prediction layer,
 # without the embedding, without the head too, and of the prediction layer.
-LARGE = [(14, 325_083_392), (496, 3_935_625_632), (44_189, 352_797_829_024), (500, 3_988_069_792),
+LARGE_COUNTS = [(14, 325_083_392), (496, 3_935_625_632), (44_189, 352_797_829_024), (500, 3_988_069_792),
          (44_689, 356_785_898_816), 358_337_791_296, (33.63, 32.86, 32.08, 0.402)]  # fmt: skip
-AIR = [(12, 243_554_304), (398, 2_341_492_864), (17_925, 106_852_251_264), (402, 2_375_059_584),
+AIR_COUNTS = [(12, 243_554_304), (398, 2_341_492_864), (17_925, 106_852_251_264), (402, 2_375_059_584),
        (18_327, 109_227_310_848), 110_468_824_832, (13.42, 12.80, 12.18, 0.299)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flavor", "counts"), [("GLM-4.5", LARGE), ("GLM-4.6", LARGE), ("GLM-4.5-Air", AIR)])
+@pytest.mark.parametrize(
+    ("flavor", "counts"), [("GLM-4.5", LARGE_COUNTS), ("GLM-4.6", LARGE_COUNTS), ("GLM-4.5-Air", AIR_COUNTS)]
+)
 def test_counts_of_the_published_models(flavor, counts):
     shape = PRESETS[flavor]
     count = count_parameters(shape)
@@ -137,3 +161,143 @@ def test_the_rows_of_adapters_have_the_sizes_of_their_weights():
         assert round(sum(row.numel(air) for row in adapter_rows(air, adapter).values()) / 1e9, 3) == numbers
     few = AdapterConfig(targets=("attention", "dense", "shared_experts"))
     assert round(sum(row.numel(air) for row in adapter_rows(air, few).values()) / 1e9, 3) == 0.089
+
+
+@pytest.mark.parametrize("flavor", PRESETS)
+def test_a_shape_counts_its_parameters(flavor):
+    shape, count = glm46.model_shape(flavor), count_parameters(PRESETS[flavor])
+    assert (shape.total_parameters, shape.active_parameters) == (count.total, count.active)
+    assert shape.model_dump() == PRESETS[flavor].model_dump()
+
+
+def test_published_sizes():
+    """GLM-4.6: 355B and 32B; Air: 106B and 12B, which the paper counts without embedding and head."""
+    full, air = glm46.model_shape("GLM-4.6"), glm46.model_shape("GLM-4.5-Air")
+    assert (full.total_parameters, full.active_parameters) == (356_785_898_816, 33_632_266_144)
+    assert (round(air.total_parameters / 1e9), round(air.active_parameters / 1e9, 1)) == (109, 13.4)
+
+
+def test_changes_and_json():
+    shape = glm46.model_shape("GLM-4.6", num_hidden_layers=24, n_routed_experts=32)
+    assert (shape.num_hidden_layers, shape.n_routed_experts, shape.hidden_size) == (24, 32, 5120)
+    assert shape.total_parameters < glm46.model_shape("GLM-4.6").total_parameters / 10
+    assert type(shape).model_validate_json(shape.model_dump_json()) == shape
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"flavor": "GLM-4.8"}, r"model.flavor = \"GLM-4.8\": no such preset; did you mean 'GLM-4.[567]'"),
+    ({"flavor": "15B", "num_hidden_layer": 3}, "model.shape.num_hidden_layer: unknown key; did you mean 'num_hidden_"),
+    ({"flavor": "15B", "head_dim": "64"}, 'model.shape.head_dim = "64"'),
+    ({"flavor": "15B", "num_attention_heads": 33}, "model.shape.num_attention_heads = 33: must be a multiple of"),
+])  # fmt: skip
+def test_faults_have_the_messages_of_a_file(arguments, message):
+    with pytest.raises(UserError, match=message):
+        glm46.model_shape(**arguments)
+
+
+def test_importing_the_package_loads_nothing():
+    program = """
+import sys
+import glm46
+assert not [name for name in sys.modules if name.startswith("glm46.")], sys.modules
+assert {"model_shape", "MuonWithAdamW"} <= set(dir(glm46))
+glm46.model_shape("15B").total_parameters
+assert "torch" not in sys.modules
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_editors_and_python_find_the_same_names():
+    tree = ast.parse(Path(glm46.__file__).read_text(encoding="utf-8"))
+    for_editors = {node.names[0].name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert for_editors.items() >= glm46._HOMES.items() and len(for_editors) == len(glm46._HOMES) + 2
+    assert all(getattr(glm46, name).__module__ == home for name, home in glm46._HOMES.items())
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'glm46' has no attribute 'Muon'"):
+        glm46.Muon  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Muon'"):
+        exec("from glm46 import Muon")
+
+
+GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
+
+# Half a unit of the last printed digit of the derivation.
+_DIGIT = 0.0501e9
+
+
+@pytest.mark.parametrize("shape, seq_len, attention, total", [
+    (GLM, 4_096, 27.8e9, 224.9e9), (GLM, 32_768, 222.3e9, 419.4e9), (GLM, 131_072, 889.1e9, 1_086.2e9),
+    (GLM, 196_608, 1_333.6e9, 1_530.7e9), (GLM, 202_752, 1_375.3e9, 1_572.4e9), (AIR, 4_096, 13.9e9, 90.7e9),
+    (AIR, 32_768, 111.1e9, 188.0e9), (AIR, 131_072, 444.5e9, 521.3e9),
+])  # fmt: skip
+def test_main_model(shape, seq_len, attention, total):
+    flops = training_flops(shape, seq_len)
+    assert abs(flops.attention - attention) < _DIGIT
+    assert abs(flops.matrices + flops.attention - total) < 2 * _DIGIT
+
+
+def test_weights_cost_six_flops_per_active_parameter():
+    assert abs(training_flops(GLM, 4096).matrices - 197.1e9) < _DIGIT
+    assert abs(training_flops(AIR, 4096).matrices - 76.8e9) < _DIGIT
+
+
+def test_mtp_is_counted_with_its_head():
+    assert abs(training_flops(GLM, 4096).mtp - (7.07e9 + 0.30e9)) < 0.011e9
+    assert abs(training_flops(AIR, 4096).mtp - (5.52e9 + 0.30e9)) < 0.011e9
+    without = GLM.model_copy(update={"num_nextn_predict_layers": 0})
+    assert training_flops(without, 4096).total < training_flops(GLM, 4096).total
+
+
+def test_the_sliding_window_bounds_the_cost_of_attention():
+    narrow = GLM.model_copy(update={"sliding_window": 512})
+    exact = sum(min(position, 512) for position in range(8192)) / 8192
+    full = sum(range(8192)) / 8192
+    ratio = attention_flops(narrow, 8192) / attention_flops(GLM, 8192)
+    # The formula integrates where this test sums: half a position of 512.
+    assert ratio == pytest.approx(exact / full, rel=2e-3)
+    assert attention_flops(narrow, 256) == attention_flops(GLM, 256)
+
+
+def muon_flops(shape) -> int:
+    """Of one update of every matrix but embedding and head, each expert's three matrices on their own."""
+    layers = zip(layer_counts(shape), ("dense", "moe", "mtp"), strict=True)
+    rows = [row for count, kind in layers for row in layer_rows(shape, kind) * count]
+    matrices = [row for row in rows if row.is_matrix]
+    return sum(row.hf_tensors(shape) * newton_schulz_flops(*row.hf_shape(shape), 5) for row in matrices)
+
+
+def test_muon_of_the_published_sizes():
+    assert muon_flops(GLM) == pytest.approx(13.6e15, abs=0.051e15)
+    # Air was derived without its router and eh_proj: 0.3 %.
+    assert muon_flops(AIR) == pytest.approx(3.86e15, rel=3e-3)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_attention_of_exponential_documents_is_that_of_drawn_ones(window):
+    """A row of 4,096 tokens, cut out of documents of 500 tokens in the mean: means of the pairs of drawn rows."""
+    shape, length, mean = GLM.model_copy(update={"sliding_window": window}), 4096, 500.0
+    generator = np.random.default_rng(0)
+    pairs, rows = 0, 2000
+    for _ in range(rows):
+        ends = generator.exponential(mean, 64).cumsum().astype(int)
+        assert ends[-1] > length
+        sizes = np.diff(np.unique(np.concatenate([[0], ends[ends < length], [length]])))
+        pairs += sum(document_half_pairs(sizes, window)) / 2
+    drawn = pairs / (rows * length) / (length / 2)
+    planned = attention_flops(shape, length, mean) / attention_flops(GLM, length)
+    assert planned == pytest.approx(drawn, rel=0.01)  # the draws' own error is 0.3 %
+    assert attention_flops(shape, length, 1e12) == pytest.approx(attention_flops(shape, length), rel=1e-6)
+
+
+def test_a_frozen_weight_has_no_gradient_of_its_own():
+    """Attention has no weights: forward and backward of scores and values cost what they do in full training."""
+    shape = PRESETS["GLM-4.5-Air"].model_copy(update={"num_nextn_predict_layers": 0})
+    full, lora = training_flops(shape, 4096), training_flops(shape, 4096, adapter=AdapterConfig(rank=32))
+    assert lora.matrices == pytest.approx(full.matrices * 2 / 3) and lora.attention == full.attention
+    active = sum(row.active_numel(shape) for row in adapter_rows(shape, AdapterConfig(rank=32)).values())
+    assert lora.adapters == 6 * active
+    assert training_flops(shape, 4096, adapter=AdapterConfig(name="dora", rank=32)).adapters == lora.adapters
+    assert batch_flops(shape, 4096, 4096**2, AdapterConfig(rank=32)) == pytest.approx(4096 * lora.total)

@@ -1,15 +1,28 @@
-"""Muon in one process: against torch.optim.Muon, against the plain reference, and against singular values."""
+"""Muon against torch.optim.Muon, a plain reference and singular values; its iterations, and its plan for 512 ranks."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from glm46.compat import StridedShard
 from glm46.compute.optim import muon_step
 from glm46.compute.optim.muon import Muon
+from glm46.compute.optim.muon_layout import tensor_layout
+from glm46.compute.optim.muon_plan import PlannedParameter, make_plan
 from glm46.compute.optim.muon_update import update_scale
-from glm46.compute.optim.newton_schulz import orthogonalize
-from tests.unit.compute.optim.muon_reference import reference_update
+from glm46.compute.optim.newton_schulz import COEFFICIENTS, iterate_batched, iterate_into, orthogonalize
+from glm46.config.presets import PRESETS
+from glm46.operate.estimate.muon_cost import exchanged
+from glm46.run.flops import newton_schulz_flops
+from tests.unit.compute.optim.muon_reference import entries_per_rank, entries_received, reference_update
 
 # FP32 products in another order; five iterations multiply the rounding by a few tens.
 FP32 = 1e-6
@@ -207,3 +220,153 @@ def test_vectors_and_wrong_row_blocks_are_refused():
         Muon([torch.nn.Parameter(torch.zeros(4))])
     with pytest.raises(ValueError, match="row_blocks"):
         Muon([{"params": [torch.nn.Parameter(torch.zeros(4, 4))], "row_blocks": (3, 2)}])
+
+
+class Allocations(TorchDispatchMode):
+    """Number of storages that operators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []  # so that no address comes twice
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        found = function(*args, **kwargs)
+        made = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+        self.kept += [x for x in made if x.untyped_storage().data_ptr() not in known]
+        return found
+
+
+def plain(x, steps):
+    """One expression for each iteration, with a result of its own for each product."""
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 10])
+@pytest.mark.parametrize("matrices", [1, 3])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_iterations_have_the_bits_of_the_plain_ones_and_reuse_their_buffers(steps, matrices, is_transposed):
+    x = torch.randn(matrices, 24, 16, generator=torch.Generator().manual_seed(0)).bfloat16() / 20
+    x = x.mT if is_transposed else x.mT.contiguous()
+    expected = plain(x, steps)
+    with Allocations() as made:
+        found = iterate_batched(x.clone(), steps)
+    assert torch.equal(found, expected)
+    # The copy that is given; products, polynomial, the other matrix, and one in place of a transposed first one.
+    assert len(made.kept) == 4 + is_transposed
+    if matrices == 1:
+        own, out = x.clone()[0], torch.empty(16, 24, dtype=x.dtype)
+        with Allocations() as made:
+            iterate_into(out, own, steps)
+        torch.testing.assert_close(out, expected[0], rtol=0.05, atol=0.02)  # mm and bmm may round BF16 otherwise
+        assert len(made.kept) == 2 + is_transposed
+
+
+WORLD, TP, EP, LAYERS = 512, 8, 32, 6
+GLM = PRESETS["GLM-4.6"]
+
+
+def meta(shape, mesh, placements):
+    """A sharded tensor without memory; only its shape and placements matter."""
+    local = list(shape)
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        assert local[placement.dim] % size == 0
+        local[placement.dim] //= size
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        torch.empty(local, device="meta"), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def stage_requests():
+    """The matrices of some sparse layers: attention under FSDP and TP, experts under EP with their rows cut."""
+    dense = init_device_mesh("cpu", (WORLD // TP, TP))
+    sparse = init_device_mesh("cpu", (WORLD // EP, EP))
+    column, row, inside = (StridedShard(0, split_factor=TP), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0))
+    width, heads = GLM.hidden_size, GLM.num_attention_heads * GLM.head_dim
+    keys, experts, narrow = GLM.num_key_value_heads * GLM.head_dim, GLM.n_routed_experts, GLM.moe_intermediate_size
+    tensors = {
+        "q": meta((heads, width), dense, column),
+        "k": meta((keys, width), dense, column),
+        "v": meta((keys, width), dense, column),
+        "o": meta((width, heads), dense, row),
+        "gate_up": meta((experts, 2 * narrow, width), sparse, inside),
+        "down": meta((experts, width, narrow), sparse, inside),
+    }
+    layouts = {name: tensor_layout(tensor) for name, tensor in tensors.items()}  # the same in all layers
+    blocks = {name: (tensor.shape[-2],) for name, tensor in tensors.items()} | {"gate_up": (narrow, narrow)}
+    return [
+        PlannedParameter(f"{layer}.{name}", layouts[name], blocks[name]) for layer in range(LAYERS) for name in tensors
+    ]
+
+
+def plan_of(rank):
+    dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+    try:
+        return make_plan(stage_requests(), steps=5, width=2)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def plans():
+    # Ranks 0 and 3 share all dense groups and differ in their experts; 0 and 32 share experts.
+    return {rank: plan_of(rank) for rank in (0, 3, 32)}
+
+
+def units(plan, kind):
+    return [
+        (b.ranks, u) for b in plan.buckets for u in b.units if (u.name.split(".")[1] in ("q", "k", "v", "o")) == kind
+    ]
+
+
+def test_each_matrix_has_one_owner_that_holds_a_part(plans):
+    for plan in plans.values():
+        count = Counter((unit.name, unit.matrix, unit.rows) for bucket in plan.buckets for unit in bucket.units)
+        assert set(count.values()) == {1}
+        assert len(count) == LAYERS * (4 + 3 * GLM.n_routed_experts // EP)
+        assert not plan.local
+        assert all(unit.parts[unit.owner] is not None for bucket in plan.buckets for unit in bucket.units)
+
+
+def test_all_ranks_of_a_group_have_the_same_plan(plans):
+    assert units(plans[0], True) == units(plans[3], True) == units(plans[32], True)
+    assert units(plans[0], False) == units(plans[32], False)
+    assert {ranks for ranks, _ in units(plans[0], False)} == {tuple(range(0, WORLD, EP))}
+    assert {ranks for ranks, _ in units(plans[3], False)} == {tuple(range(3, WORLD, EP))}
+
+
+def test_gate_and_up_of_one_expert_are_two_matrices_and_every_rank_receives(plans):
+    narrow = GLM.moe_intermediate_size
+    fused = [unit for _, unit in units(plans[0], False) if unit.name == "0.gate_up" and unit.matrix == 0]
+    assert {unit.rows for unit in fused} == {(0, narrow), (narrow, 2 * narrow)}
+    assert all(unit.shape == (narrow, GLM.hidden_size) for unit in fused)
+    received = entries_per_rank(plans[0])
+    assert len(received) == WORLD and min(received.values()) > 0
+
+
+def test_total_bytes_are_the_lower_bound(plans):
+    for bucket_ranks, dense in ((WORLD, True), (WORLD // EP, False)):
+        chosen = [(ranks, unit) for ranks, unit in units(plans[0], dense)]
+        assert {len(ranks) for ranks, _ in chosen} == {bucket_ranks}
+        buckets = [bucket for bucket in plans[0].buckets if len(bucket.ranks) == bucket_ranks]
+        total = sum(entries_received(bucket, member) for bucket in buckets for member in range(bucket_ranks))
+        counted = [way for bucket in buckets for member in range(bucket_ranks) for way in exchanged(bucket, member)]
+        assert sum(sent for sent, _ in counted) == sum(received for _, received in counted) == total
+        held = sum(unit.size(unit.owner) for _, unit in chosen)
+        whole = sum(unit.shape[0] * unit.shape[1] for _, unit in chosen)
+        assert total == 2 * (whole - held)
+
+
+def test_load_is_balanced_as_well_as_whole_matrices_allow(plans):
+    loads = Counter()
+    for ranks, unit in units(plans[0], False):
+        loads[ranks[unit.owner]] += newton_schulz_flops(*unit.shape, 5)
+    # Ninety expert matrices of one cost over sixteen ranks: six on the fullest.
+    assert max(loads.values()) == 6 * newton_schulz_flops(GLM.moe_intermediate_size, GLM.hidden_size, 5)

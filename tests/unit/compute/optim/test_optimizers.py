@@ -1,12 +1,21 @@
-"""Muon and AdamW as one optimizer: rates, states that exist from the start, and resuming from them."""
+"""Muon and AdamW as one optimizer: roles, rates, states and resuming; every pair of options trains."""
+
+import itertools
+import typing
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from glm46.compute.optim.compact_state import local_state, make_state
+from glm46.compute.optim.compact_state import BLOCK, MIN_ENTRIES, local_state, make_state
 from glm46.compute.optim.optimizers import build_optimizers
+from glm46.compute.optim.roles import assign_roles
 from glm46.compute.optim.rounding import entry_numbers
+from glm46.config import rules_layout
+from glm46.config.errors import UserError
 from glm46.config.optimizer import OptimizerConfig
+from glm46.engine.observe.role_table import format_role_table, role_rows
+from glm46.run.parameters import PARAMETERS
 
 SHAPES = {
     "embed_tokens.weight": (32, 16), "layers.0.input_layernorm.weight": (16,),
@@ -168,3 +177,178 @@ def test_quantised_values_are_near_and_zero_stays_zero():
     assert errors[values[:, :64].abs() == largest].max() < 1e-6
     state.store(torch.zeros(64, 100), random_bits)
     assert state.load().count_nonzero() == 0
+
+
+EXPERTS, WIDTH, VOCABULARY = 3, 64, 80
+SMALL_SHAPES = {
+    "embed_tokens.weight": (VOCABULARY, WIDTH),
+    "layers.0.self_attn.o_proj.weight": (WIDTH, WIDTH),  # square, with 8-bit states
+    "layers.0.mlp.router.weight": (EXPERTS, WIDTH),
+    "layers.0.mlp.experts.gate_up": (EXPERTS, 2 * 24, WIDTH),
+    "layers.0.mlp.experts.down": (EXPERTS, WIDTH, 24),
+    "norm.weight": (WIDTH,),
+    "lm_head.weight": (VOCABULARY, WIDTH),
+}
+
+
+def choices() -> dict[str, tuple]:
+    """The values of every option that has a list of them, read from [optimizer], and the types of master weights."""
+    found: dict[str, tuple] = {"weights": (torch.float32, torch.bfloat16)}
+    for name, field in OptimizerConfig.model_fields.items():
+        if field.annotation is bool:
+            found[name] = (True, False)
+        elif typing.get_origin(field.annotation) is typing.Literal:
+            found[name] = typing.get_args(field.annotation)
+    return found
+
+
+def covering_rows() -> list[dict]:
+    """Few rows of options in which every pair of values of two options occurs, found greedily."""
+    options = choices()
+    missing = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(options, 2)
+        for a, b in itertools.product(options[one], options[other])
+    }
+    rows = []
+    while missing:
+        first = min(missing, key=str)
+        row = dict(first)
+        for name in options:
+            if name not in row:
+                row[name] = max(
+                    options[name],
+                    key=lambda value, name=name: sum(
+                        tuple(sorted(((name, value), entry), key=lambda e: list(options).index(e[0]))) in missing
+                        for entry in row.items()
+                    ),
+                )
+        missing -= set(itertools.combinations([(name, row[name]) for name in options], 2))
+        rows.append({name: row[name] for name in options})
+    return rows
+
+
+ROWS = covering_rows()
+
+
+def loss_of(parameters, tokens) -> torch.Tensor:
+    """A small mixture of experts that learns to repeat its input; the last expert gets no token."""
+    p = {name: parameter.float() for name, parameter in parameters.items()}
+    x = F.rms_norm(p["embed_tokens.weight"][tokens], (WIDTH,), p["norm.weight"])
+    x = x + x @ p["layers.0.self_attn.o_proj.weight"].T
+    weights = (x @ p["layers.0.mlp.router.weight"].T).sigmoid()
+    for expert in range(EXPERTS - 1):
+        gate, up = (x @ p["layers.0.mlp.experts.gate_up"][expert].T).chunk(2, -1)
+        y = F.silu(gate) * up @ p["layers.0.mlp.experts.down"][expert].T
+        x = x + weights[:, expert, None] * y
+    return F.cross_entropy(x @ p["lm_head.weight"].T, tokens)
+
+
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: "-".join(str(value).removeprefix("torch.") for value in row.values())
+)
+def test_every_pair_of_options_trains(row, tmp_path):
+    options = {name: value for name, value in row.items() if name != "weights"}
+    if row["state_offload"] == "nvme":
+        options["state_offload_folder"] = str(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    parameters = {
+        name: torch.nn.Parameter(
+            (torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)).to(
+                row["weights"]
+            )
+        )
+        for name, shape in SMALL_SHAPES.items()
+    }
+    optimizer = build_optimizers(list(parameters.items()), OptimizerConfig(lr=0.01, **options))
+    tokens = torch.randint(0, VOCABULARY, (64,), generator=generator)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(parameters, tokens)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(1.0)
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    assert all(state.isfinite().all() for state in optimizer.state_tensors().values())
+    assert losses[-1] < 0.9 * losses[0], losses
+
+
+def test_limits_that_the_rules_state_are_those_of_the_code():
+    assert (BLOCK, MIN_ENTRIES) == (rules_layout.STATE_BLOCK, rules_layout.STATE_MIN_ENTRIES)
+
+
+BLOCK_ROLES = [
+    ("input_layernorm.weight", "adamw", False), ("self_attn.q_proj.weight", "muon", True),
+    ("self_attn.q_proj.bias", "adamw", False), ("self_attn.k_proj.weight", "muon", True),
+    ("self_attn.k_proj.bias", "adamw", False), ("self_attn.v_proj.weight", "muon", True),
+    ("self_attn.v_proj.bias", "adamw", False), ("self_attn.o_proj.weight", "muon", True),
+    ("self_attn.q_norm.weight", "adamw", False), ("self_attn.k_norm.weight", "adamw", False),
+    ("post_attention_layernorm.weight", "adamw", False),
+]  # fmt: skip
+DENSE_ROLES = [(f"mlp.{part}_proj.weight", "muon", True) for part in ("gate", "up", "down")]
+SPARSE_ROLES = [
+    ("mlp.router.weight", "muon", True),
+    ("mlp.experts.gate_up", "muon", True),
+    ("mlp.experts.down", "muon", True),
+    *((f"mlp.shared_experts.{part}_proj.weight", "muon", True) for part in ("gate", "up", "down")),
+]
+EXPECTED_ROLES = {
+    name: (optimizer, decay)
+    for prefix, entries in {
+        "": [
+            ("embed_tokens.weight", "adamw", True),
+            ("norm.weight", "adamw", False),
+            ("lm_head.weight", "adamw", True),
+        ],
+        "layers.0.": BLOCK_ROLES + DENSE_ROLES,
+        "layers.17.": BLOCK_ROLES + SPARSE_ROLES,
+        "mtp.0.": [
+            ("enorm.weight", "adamw", False),
+            ("hnorm.weight", "adamw", False),
+            ("eh_proj.weight", "muon", True),
+            ("norm.weight", "adamw", False),
+        ],
+        "mtp.0.block.": BLOCK_ROLES + SPARSE_ROLES,
+    }.items()
+    for name, optimizer, decay in ((prefix + entry[0], *entry[1:]) for entry in entries)
+}
+
+
+def test_every_name_of_the_model_has_its_role():
+    roles = assign_roles(list(EXPECTED_ROLES), OptimizerConfig())
+    assert {
+        name: (role.optimizer, role.decay) for name, role in zip(EXPECTED_ROLES, roles, strict=True)
+    } == EXPECTED_ROLES
+    assert {role.rule for role in roles} == {row.group for row in PARAMETERS if row.part != "value"}
+    (value_head,) = assign_roles(["value_head.weight"], OptimizerConfig())
+    assert (value_head.rule, value_head.optimizer, value_head.decay) == ("value head", "adamw", True)
+
+
+def test_only_the_fused_gate_and_up_is_split():
+    roles = assign_roles(list(EXPECTED_ROLES), OptimizerConfig())
+    split = {name for name, role in zip(EXPECTED_ROLES, roles, strict=True) if role.row_blocks == 2}
+    assert split == {"layers.17.mlp.experts.gate_up", "mtp.0.block.mlp.experts.gate_up"}
+
+
+def test_adamw_takes_everything_with_the_same_decay():
+    roles = assign_roles(list(EXPECTED_ROLES), OptimizerConfig(name="AdamW"))
+    assert {role.optimizer for role in roles} == {"adamw"}
+    assert [role.decay for role in roles] == [decay for _, decay in EXPECTED_ROLES.values()]
+
+
+def test_names_without_a_rule_are_all_reported():
+    with pytest.raises(UserError) as caught:
+        assign_roles(["layers.0.mlp.extra.weight", "norm.weight", "layers.x.input_layernorm.weight"], OptimizerConfig())
+    assert len(caught.value.faults) == 2
+    assert "layers.0.mlp.extra.weight" in caught.value.faults[0]
+
+
+def test_table_counts_tensors_and_parameters():
+    tensors = [torch.empty(2, 3) for _ in EXPECTED_ROLES]
+    config = OptimizerConfig()
+    rows = role_rows(tensors, assign_roles(list(EXPECTED_ROLES), config), config)
+    assert sum(row.tensors for row in rows) == len(EXPECTED_ROLES)
+    assert sum(row.parameters for row in rows) == 6 * len(EXPECTED_ROLES)
+    assert {row.rule: row.weight_decay for row in rows}["norms"] == 0.0
+    assert len(format_role_table(rows).splitlines()) == len(rows) + 1

@@ -1,4 +1,4 @@
-"""Every precision option of an optimizer against torch's own optimizers in FP32, over 200 steps and more."""
+"""Precision options of an optimizer and of the sum of its gradients against FP32, over 200 steps and more."""
 
 import copy
 import itertools
@@ -6,11 +6,13 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 from glm46.compute.optim.compact_state import local_state, make_state
 from glm46.compute.optim.optimizers import build_optimizers
 from glm46.compute.optim.rounding import entry_numbers, store_bfloat16
 from glm46.config.optimizer import OptimizerConfig
+from tests.unit.compute.optim.test_muon import plain_newton_schulz
 
 EXPERTS, ROWS, COLUMNS = 4, 16, 128
 STEPS = 200
@@ -148,7 +150,7 @@ def test_bf16_weights_under_adamw_follow_fp32(lr, state_dtype):
     ],
 )  # fmt: skip
 def test_precision_of_muon_follows_torch(monkeypatch, lr, dtype, options, tolerance):
-    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", orthogonalize_in_fp32)
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", plain_newton_schulz)
     start = 0.02 * torch.randn(64, COLUMNS, generator=torch.Generator().manual_seed(2))
 
     def gradients():
@@ -173,17 +175,6 @@ def test_precision_of_muon_follows_torch(monkeypatch, lr, dtype, options, tolera
     assert abs(progress(moved, expected) - 1.0) < tolerance
     if dtype == torch.float32:
         assert distance(moved, expected) < 3 * tolerance
-
-
-def orthogonalize_in_fp32(gradient, coefficients, steps, eps):
-    """torch's function without its rounding to bfloat16."""
-    x = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.T
-    x = x / x.norm().clamp(min=eps)
-    a, b, c = coefficients
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if gradient.shape[0] <= gradient.shape[1] else x.T
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -261,3 +252,58 @@ def test_bf16_weights_resume_bit_for_bit(name, state_dtype):
     train(first, group, range(3, 6))
     train(second, resumed, range(3, 6))
     assert torch.equal(first, second)
+
+
+TERMS = 64
+"""Ranks, or under a pipeline micro-batches, whose gradients are added one after another."""
+
+SUM_ROWS, SUM_COLUMNS = 32, 64
+
+SIGNAL = 0.1
+"""The mean of a rank's gradient relative to its noise."""
+
+
+@cache
+def gradients_of(step: int) -> Tensor:
+    """Gradients [terms, rows, columns] with a mean that all steps share, in BF16 as backward computes them."""
+    mean = torch.randn(SUM_ROWS, SUM_COLUMNS, generator=torch.Generator().manual_seed(1000))
+    noise = torch.randn(TERMS, SUM_ROWS, SUM_COLUMNS, generator=torch.Generator().manual_seed(step))
+    return (SIGNAL * mean + noise).bfloat16()
+
+
+@cache
+def sum_in_ring(step: int, dtype: torch.dtype) -> Tensor:
+    """The sum as a ring of ranks makes it: each rank adds its gradient and rounds, before it sends the sum on."""
+    gradients = gradients_of(step)
+    total = gradients[0].to(dtype)
+    for gradient in gradients[1:]:
+        total = total + gradient.to(dtype)
+    return total.float()
+
+
+def train(name: str, lr: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """How far the weights went, and the largest error of a step's sum relative to the exact one."""
+    start = 0.02 * torch.randn(SUM_ROWS, SUM_COLUMNS, generator=torch.Generator().manual_seed(2))
+    weight = torch.nn.Parameter(start.clone())
+    config = OptimizerConfig(name=name, lr=lr, weight_decay=0.1)
+    group = build_optimizers([("layers.0.self_attn.o_proj.weight", weight)], config, ns_dtype=torch.float32)
+    largest_error = 0.0
+    for step in range(STEPS):
+        weight.grad = sum_in_ring(step, dtype).clone()
+        exact = gradients_of(step).double().sum(0)
+        largest_error = max(largest_error, ((weight.grad - exact).norm() / exact.norm()).item())
+        group.step(1.0)
+    return weight.detach() - start, largest_error
+
+
+@pytest.mark.parametrize("lr", [FULL_RATE, PRETRAINING_RATE])
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_bf16_sums_follow_fp32_sums(name, lr):
+    expected, error_of_fp32 = train(name, lr, torch.float32)
+    actual, error_of_bf16 = train(name, lr, torch.bfloat16)
+    distance = (actual - expected).norm() / expected.norm()
+    progress = (actual * expected).sum() / expected.square().sum()
+    assert error_of_fp32 < 1e-6
+    assert error_of_bf16 < 0.015
+    assert distance < 0.005
+    assert abs(progress - 1.0) < 0.001

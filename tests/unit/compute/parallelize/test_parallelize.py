@@ -1,10 +1,15 @@
-"""What is done to a model before the first step, in one process: order, which layers are wrapped, where experts lie."""
+"""What is done to a model before the first step, in one process: order, layers, experts, copies to the host."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.fx_passes import micro_pipeline_tp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -14,9 +19,12 @@ from glm46.compute.distributed.mesh import build_meshes
 from glm46.compute.model.attention import Attention
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.moe import MoE
+from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
-from glm46.compute.parallelize import activation_checkpoint, compile, expert, fsdp, plan
+from glm46.compute.parallelize import activation_checkpoint, compile, expert, fsdp, plan, tensor
+from glm46.compute.parallelize.host_copies import HostCopies
+from glm46.compute.parallelize.plan import initialise
 from glm46.compute.parallelize.tensor import vocabulary_parallel_head
 from glm46.config.presets import PRESETS
 from glm46.run.layout import resolve_layout
@@ -278,3 +286,101 @@ def test_a_head_over_several_ranks_computes_logits_through_its_product(four_rank
     head.product = product
     vocabulary_parallel_head(head, dist.group.WORLD)(torch.zeros(1, 2, SHAPE.hidden_size))
     assert len(products) == 1 and products[0] is head.weight
+
+
+RANKS = 2
+NAMES = "all_gather_into_tensor", "reduce_scatter_tensor"
+TENSOR_SHAPE = PRESETS["debug"].model_copy(
+    update=dict(num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0, num_key_value_heads=RANKS)
+)
+
+
+@pytest.fixture
+def layers():
+    """A dense layer and one with experts of the first of two ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    with torch.device("meta"):
+        model = Transformer(TENSOR_SHAPE)
+    tensor.apply(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
+    model.to_empty(device="cpu")
+    initialise(model, 0)
+    yield list(model.layers.values())
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", [0, 1], ids=["dense", "experts"])
+def test_inductor_finds_each_collective_beside_its_product(layers, kind, rows):
+    """Attention gathers before q, k and v and sums after the output projection, a feed-forward network likewise; in
+    backward gathers and sums change places. Judged by inductor's own pass."""
+    found = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: list) -> object:
+        gathers = micro_pipeline_tp.find_all_gather_patterns(graph.graph)
+        sums = micro_pipeline_tp.find_reduce_scatter_patterns(graph.graph)
+        targets = [str(node.target) for node in graph.graph.nodes]
+        found.append((len(gathers), len(sums), *(sum(name in target for target in targets) for name in NAMES)))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    layer = torch.compile(layers[kind].forward, backend=aot_autograd(fw_compiler=count), fullgraph=True)
+    hidden = torch.randn(rows, 16 // RANKS, TENSOR_SHAPE.hidden_size, requires_grad=True)
+    positions = torch.arange(16).expand(rows, -1)
+    output, _ = layer(hidden, rotary_tables(positions, TENSOR_SHAPE, torch.float32), None, None, RoutingOptions())
+    output.sum().backward()
+    # No collective is left without a product.
+    assert found == [(2, 2, 2, 2), (2, 2, 2, 2)]
+
+
+def layers_of(copies: HostCopies, count: int) -> list[tuple]:
+    """Forwards of so many layers, each with its input and one result."""
+    found = []
+    for number in range(count):
+        layer = copies.begin(is_first=number == 0)
+        found.append((layer, [layer.copy(torch.full((3,), float(number + part / 2))) for part in range(2)]))
+    return found
+
+
+def where(layers: list[tuple]) -> list[bool]:
+    """Whether the tensors of each layer are on the device."""
+    here = [{copied.on_device is not None for copied in both} for _, both in layers]
+    assert all(len(each) == 1 for each in here)  # all of a layer, or none
+    return [each.pop() for each in here]
+
+
+def test_two_layers_are_on_the_device_and_the_one_before_is_fetched_ahead():
+    layers = layers_of(HostCopies(), 5)
+    assert where(layers) == [False, False, False, True, True]
+    for number, (_, both) in reversed([*enumerate(layers)]):
+        taken = [copied.take() for copied in both]
+        assert [each.tolist() for each in taken] == [[float(number)] * 3, [number + 0.5] * 3]
+        assert where(layers)[:number] == [place == number - 1 or place >= 3 for place in range(number)]
+        assert all(copied.host is None for copied in both)
+
+
+def test_a_backward_of_an_earlier_micro_batch_frees_the_later_one():
+    copies = HostCopies()
+    first, second = layers_of(copies, 3), layers_of(copies, 3)
+    assert where(first) == [False] * 3 and where(second) == [False, True, True]
+    assert first[2][1][0].take().tolist() == [2.0] * 3
+    assert where(second) == [False] * 3 and where(first[:2]) == [False, True]
+
+
+def test_what_no_backward_reads_is_let_go():
+    copies = HostCopies()
+    layers = layers_of(copies, 4)
+    hosts = [weakref.ref(copied.host) for _, both in layers for copied in both]
+    layers.clear()
+    layers_of(copies, 2)
+    assert not any(ref() is not None for ref in hosts)
+
+
+def test_a_tensor_comes_back_as_it_was():
+    x = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    layer = HostCopies().begin(is_first=True)
+    copied, frozen = layer.copy(x), layer.copy(torch.ones(2, dtype=torch.int64))
+    layer.release()
+    back = copied.take()
+    assert torch.equal(back, x) and back.stride() == x.stride() and back.requires_grad and back.is_leaf
+    assert not frozen.take().requires_grad
