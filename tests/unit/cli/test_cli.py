@@ -8,16 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from glm46.cli import main
 from glm46.commands import plan as plan_module
-from glm46.config.loader import dump_config
 from glm46.config.options import VERBS
-from glm46.config.presets import resolve_shape
-from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.huggingface.config_json import config_of
-from glm46.storage.huggingface.tokenizer_files import files_beside_weights
 from tests.processes import PROGRAM_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -130,35 +124,17 @@ def test_a_plan_of_too_many_gpus_is_refused_at_once(capsys):
         assert capsys.readouterr().err.endswith("a plan goes up to 262,144; take fewer\n")
 
 
-@pytest.mark.parametrize("arguments, reason", [
-    (["inspect", "folder", "--rows", "-1"], "'-1': expected a whole number of at least 0"),
-    (["inspect", "folder", "--seq_len", "0"], "'0': expected a whole number of at least 1"),
-    (["rl", "inspect", "x", "--samples", "-2"], "'-2': expected a whole number of at least 1"),
-    (["evaluate", "--limit", "x"], "'x': expected a whole number, in digits"),
-    (["generate", "--seed", "1" + "0" * 20], "expected a whole number of at most 18,446,744,073,709,551,615"),
-    (["generate", "--top-k", "1e3"], "'1e3': expected a whole number, in digits"),
-    (["generate", "--max-new-tokens", "ten"], "'ten': expected a whole number, in digits"),
-    (["setup-cluster", "--master-port", "x"], "'x': expected a whole number, in digits"),
-    (["launch", "--max-restarts", "1_0"], "'1_0': expected a whole number, in digits"),
-    (["plan", "--gpus", "1e14"], "'1e14': expected auto, or a whole number, in digits"),
-    (["plan", "--gpus", "1" * 50], "expected auto, or a whole number of at most 1,048,576"),
-    (["plan", "--gpus", "-" + "1" * 50], "expected auto, or a whole number of at least 1"),
-    (["plan", "--price", "inf"], "'inf': expected a finite number greater than 0"),
-    (["plan", "--network", "-1"], "'-1': expected a finite number greater than 0"),
-    *((["plan", "--config", DEBUG, option], option.partition("=")[2]) for option in (
-        "--price=free", "--price=-1", "--network=fast", "--network=inf", "--gpus-per-node=0")),
-    *((["launch", "--config", DEBUG, f"--nproc={text}"], f"expected auto, or a whole number{rule}") for text, rule in (
-        ("0", " of at least 1"), ("-1", " of at least 1"), ("two", ", in digits"), ("1.5", ", in digits"))),
-    # Not taken for a key: mistyped, or of a verb without a config.
-    (["plan", "--config", DEBUG, "--training.steps", "-3", "--nprok", "2"], "unrecognized arguments: --nprok"),
-    (["plan", "--config", DEBUG, "--adaptor="], "unrecognized arguments: --adaptor="),
-    *(([verb, "--training.steps=3"], f"glm46 {verb}: error: unrecognized arguments: --training.steps=3")
-      for verb in ("schema", "init")),
-])  # fmt: skip
-def test_an_option_that_is_out_of_its_range_or_unknown_is_refused(arguments, reason, capsys):
+@pytest.mark.parametrize("words", [
+    ["plan", "--config", DEBUG, "--training.steps", "-3", "--nprok", "2"], ["plan", "--config", DEBUG, "--adaptor="],
+    ["schema", "--training.steps=3"], ["init", "--training.steps=3"],
+], ids=" ".join)  # fmt: skip
+def test_a_mistyped_option_and_a_key_of_a_verb_without_a_config_are_not_taken_for_keys(words, capsys):
     with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2 and reason in capsys.readouterr().err
+        main(words)
+    option = next(word for word in reversed(words) if word.startswith("--"))
+    assert (
+        end.value.code == 2 and f"glm46 {words[0]}: error: unrecognized arguments: {option}" in capsys.readouterr().err
+    )
 
 
 def test_a_section_is_taken_out_of_a_file(capsys):
@@ -211,76 +187,8 @@ def test_work_that_a_closed_output_cuts_off_has_its_own_exit_code(monkeypatch):
     assert [main([verb]) for verb in ("launch", "train", "prepare", "convert", "plan")] == [141, 141, 141, 141, 0]
 
 
-_PROGRAM = """
-import sys
-sys.modules["torch"] = None  # an import of it raises ModuleNotFoundError
-from glm46.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def run_without_torch(*words: str | Path) -> subprocess.CompletedProcess:
-    """Run a command line in a process that cannot import torch, on a machine without GPUs."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", _PROGRAM, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-
-
-def check_refusal(words: list[str | Path], *parts: str) -> None:
-    """Check that a command line is refused in one line with these parts."""
-    done = run_without_torch(*words)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1 and all(part in done.stderr for part in parts), done.stderr
-
-
-@pytest.mark.parametrize(("keys", "part"), [
-    ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere': no such folder"),
-    ({"model": {"tokenizer_path": "nowhere"}}, "tokenizer 'nowhere': no such file"),
-    ({"model": {"vocab_size": 300}}, "model.shape.vocab_size = 300: the tokenizer 'builtin' has ids up to 8191"),
-    ({"job": {"dump_folder": "file"}}, "file is a file, not a folder; set another folder"),
-    ({"job": {"dump_folder": "file/run"}}, "file is a file, not a folder; set another folder"),
-    ({"data": {"sources": [{"name": "a", "path": "nowhere"}]}}, "nowhere: no such folder; make it with"),
-])  # fmt: skip
-def test_train_refuses_folders_tokenizer_and_data(keys, part, make_config, tmp_path):
-    (tmp_path / "file").touch()
-    if "job" in keys:
-        keys = {"job": {"dump_folder": str(tmp_path / keys["job"]["dump_folder"])}}
-    file = tmp_path / "run.toml"
-    file.write_text(dump_config(make_config(**keys)))
-    before = sorted(tmp_path.rglob("*"))
-    check_refusal(["train", "--config", file], part)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_checkpoints_are_listed_without_torch(tmp_path):
-    check_refusal(["checkpoint", "list", tmp_path / "nowhere"], "no such folder")
-    check_refusal(["checkpoint", "show", tmp_path], str(tmp_path))
-    check_refusal(["checkpoint", "prune", tmp_path, "--keep-latest-k", "1"], str(tmp_path))
-    manager = CheckpointManager(tmp_path / "run", keep_latest_k=0)
-    manager.save(7, {"model.weight": torch.zeros(3)}, {}, validation_loss=2.5)
-    done = run_without_torch("checkpoint", "list", tmp_path / "run")
-    assert done.returncode == 0 and "2.5000" in done.stdout, done.stderr
-
-
-def test_rl_inspect_refuses_a_run_without_rollouts(tmp_path):
-    check_refusal(["rl", "inspect", tmp_path / "nowhere"], "no such folder")
-    check_refusal(["rl", "inspect", tmp_path, "--tokenizer", "builtin"], "no rollout", "run with [rl]")
-
-
-@pytest.mark.parametrize(("device", "part"), [
-    ("cuda", "this machine has 0 GPUs; use cpu"), ("cuda:1", "this machine has 0 GPUs"), ("tpu", "unknown device"),
-])  # fmt: skip
-def test_generate_refuses_a_device(device, part, tokenizer, tmp_path, make_config):
-    shape = resolve_shape(make_config().model)
-    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for name, content in files_beside_weights(tokenizer, max_length=64).items():
-        (tmp_path / name).write_bytes(content)
-    check_refusal(["generate", "--model", tmp_path, "--prompt", "a", "--device", device], f"--device {device}", part)
-
-
 COMMANDS = Path(__file__).parents[3] / "glm46" / "commands"
-NONE = ["-1", "1.5", "nan", "x", "", "1e14", "99999999999999", "9" * 5000]  # of no count
+NONE = ["-1", "1.5", "nan", "x", "", "1e3", "1e14", "1_0", "99999999999999", "9" * 5000]  # of no count
 COUNT = ["0", *NONE]
 AMOUNT = ["0", "-1", "nan", "inf", "-inf", "x", ""]
 SHARE = ["-0.1", "1.1", "nan", "inf", "x"]
@@ -288,6 +196,8 @@ DEGREES = [f"--{name}-parallel-degree" for name in ("tensor", "pipeline", "exper
 MODEL = ["--model", "none"]
 CONFIG = ["--config", "none.toml"]
 GENERATE = ["generate", *MODEL, "--prompt", "a", "--temperature", "1"]
+NODES = ["--nodes", "1", "--gpus-per-node", "1"]
+CLUSTER = ["setup-cluster", "--type", "ssh", *NODES, "--master-addr", "a", "--nvme-path", "/a"]
 TABLE = [
     (["launch", *CONFIG], ["--nproc"], COUNT),
     (["launch", *CONFIG], ["--max-restarts", "--from-hostfile", "--known-step"], NONE),
@@ -297,6 +207,9 @@ TABLE = [
     (["plan", *CONFIG], ["--engines", "--gpus-per-engine", "--completion-tokens"], COUNT),
     (["plan", *CONFIG], ["--network", "--storage", "--price"], AMOUNT),
     (["setup-cluster"], ["--nodes", "--gpus-per-node"], COUNT),
+    (CLUSTER, ["--master-port"], COUNT),
+    (["inspect", "a"], ["--rows"], NONE),
+    (["inspect", "a"], ["--seq_len"], COUNT),
     (GENERATE, ["--nproc", *DEGREES], COUNT),
     (GENERATE, ["--max-new-tokens", "--top-k"], ["0", "-1", "1.5", "nan", "x"]),
     (GENERATE, ["--temperature"], ["-0.1", "nan", "inf", "x"]),
@@ -325,13 +238,17 @@ def test_a_number_that_is_out_of_range_is_one_line(words, options, values, capsy
             printed = capsys.readouterr()
             lines = printed.err.splitlines()
             assert code == 2 and not printed.out, (option, value, printed)
-            assert len(lines) == 1 and "error: " in lines[0] and option in lines[0], (option, value, lines)
+            assert len(lines) == 1 and re.search(f"error: .*{option}.*(expected|must|invalid)", lines[0]), (
+                option,
+                value,
+                lines,
+            )
             assert len(lines[0]) < 250, lines[0][:100]
 
 
 def test_the_table_has_every_option_with_a_number():
     """By the types in the sources; a bare int or float takes any number, which the verb then has to check."""
-    named = {option for _, options, _ in TABLE for option in options} | {"--master-port", "--rows", "--seq_len"}
+    named = {option for _, options, _ in TABLE for option in options}
     types = "int|float|positive|port|above_zero|process_count|whole"
     number = re.compile(rf'"(--[\w-]+)",(?: "--[\w-]+",)?\s*type=(?:{types})')
     found = {option for file in COMMANDS.glob("*.py") for option in number.findall(file.read_text(encoding="utf-8"))}

@@ -1,20 +1,28 @@
-"""Options are read before anything heavy is imported: a help or a typo costs no import of torch."""
+"""Options are read, and mistakes refused, before anything heavy is imported: neither costs an import of torch."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from glm46.config.loader import dump_config
 from glm46.config.options import VERBS
+from glm46.config.presets import resolve_shape
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights
 
 ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import contextlib, io, json, os, sys
-for name in ("torch", "transformers", "jinja2", "matplotlib"):
+for name in sys.argv[1:]:
     sys.modules[name] = None  # an import of it raises ModuleNotFoundError
 from glm46.cli import main
 for line in sys.stdin:
@@ -28,16 +36,16 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module")
-def without_torch():
-    """A function that runs a command line in a process that cannot import torch: exit code, output, errors."""
+@contextmanager
+def process_without(*packages: str) -> Iterator[Callable[..., list]]:
+    """A function that runs a command line in a process without these packages: exit code, output, errors."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM],
+        [sys.executable, "-c", _PROGRAM, *packages],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "400", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"COLUMNS": "400", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )
 
     def run(*words: str) -> list:
@@ -46,6 +54,18 @@ def without_torch():
 
     yield run
     child.communicate()
+
+
+@pytest.fixture(scope="module")
+def without_torch():
+    with process_without("torch", "transformers", "jinja2", "matplotlib") as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def without_torch_alone():
+    with process_without("torch") as run:
+        yield run
 
 
 @pytest.mark.parametrize(("words", "answer"), [
@@ -143,3 +163,62 @@ def test_run_train_names_its_run_before_it_looks_for_a_python(tmp_path):
     assert first == "starting     train_configs/debug.toml --training.steps 3"
     assert [line.split()[2] for line in others] == ["glm46.operate.launch.environment", "glm46"]
     assert not any(line.startswith("starting") for line in run_start("--help"))
+
+
+def check_refusal(run, words: list[str | Path], *parts: str) -> None:
+    """Check that a command line is refused in one line with these parts, on a machine without GPUs."""
+    code, _, errors = run(*map(str, words))
+    assert code == 2, errors
+    assert errors.count("\n") == 1 and all(part in errors for part in parts), errors
+
+
+@pytest.mark.parametrize(("keys", "part"), [
+    ({"checkpoint": {"initial_load_path": "nowhere"}}, "checkpoint.initial_load_path = 'nowhere': no such folder"),
+    ({"model": {"tokenizer_path": "nowhere"}}, "tokenizer 'nowhere': no such file"),
+    ({"model": {"vocab_size": 300}}, "model.shape.vocab_size = 300: the tokenizer 'builtin' has ids up to 8191"),
+    ({"job": {"dump_folder": "file"}}, "file is a file, not a folder; set another folder"),
+    ({"job": {"dump_folder": "file/run"}}, "file is a file, not a folder; set another folder"),
+    ({"data": {"sources": [{"name": "a", "path": "nowhere"}]}}, "nowhere: no such folder; make it with"),
+])  # fmt: skip
+def test_train_refuses_folders_tokenizer_and_data(keys, part, make_config, tmp_path, without_torch_alone):
+    (tmp_path / "file").touch()
+    if "job" in keys:
+        keys = {"job": {"dump_folder": str(tmp_path / keys["job"]["dump_folder"])}}
+    file = tmp_path / "run.toml"
+    file.write_text(dump_config(make_config(**keys)))
+    before = sorted(tmp_path.rglob("*"))
+    check_refusal(without_torch_alone, ["train", "--config", file], part)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_checkpoints_are_listed_without_torch_alone(tmp_path, without_torch_alone):
+    check_refusal(without_torch_alone, ["checkpoint", "list", tmp_path / "nowhere"], "no such folder")
+    check_refusal(without_torch_alone, ["checkpoint", "show", tmp_path], str(tmp_path))
+    check_refusal(without_torch_alone, ["checkpoint", "prune", tmp_path, "--keep-latest-k", "1"], str(tmp_path))
+    manager = CheckpointManager(tmp_path / "run", keep_latest_k=0)
+    manager.save(7, {"model.weight": torch.zeros(3)}, {}, validation_loss=2.5)
+    code, printed, errors = without_torch_alone("checkpoint", "list", str(tmp_path / "run"))
+    assert code == 0 and "2.5000" in printed, errors
+
+
+def test_rl_inspect_refuses_a_run_without_rollouts(tmp_path, without_torch_alone):
+    check_refusal(without_torch_alone, ["rl", "inspect", tmp_path / "nowhere"], "no such folder")
+    words = ["rl", "inspect", tmp_path, "--tokenizer", "builtin"]
+    check_refusal(without_torch_alone, words, "no rollout", "run with [rl]")
+
+
+@pytest.mark.parametrize(("device", "part"), [
+    ("cuda", "this machine has 0 GPUs; use cpu"), ("cuda:1", "this machine has 0 GPUs"), ("tpu", "unknown device"),
+])  # fmt: skip
+def test_generate_refuses_a_device(device, part, tokenizer, tmp_path, make_config, without_torch_alone):
+    shape = resolve_shape(make_config().model)
+    config = config_of(shape, None, eos_ids=[0], dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, content in files_beside_weights(tokenizer, max_length=64).items():
+        (tmp_path / name).write_bytes(content)
+    check_refusal(
+        without_torch_alone,
+        ["generate", "--model", tmp_path, "--prompt", "a", "--device", device],
+        f"--device {device}",
+        part,
+    )

@@ -1,7 +1,5 @@
 """Hand-written forwards and backwards equal plain formulas; rotary positions equal those of transformers."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from glm46.compute.model.dispatch import Copy, Sum
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.layers import RMSNorm, swiglu
-from glm46.compute.model.rope import inverse_frequencies, rotary_dim, rotary_tables, rotate
+from glm46.compute.model.rope import rotary_dim, rotary_tables, rotate
 from glm46.compute.model.router import fp32_linear
 from glm46.config.model import RopeScalingConfig
 from glm46.config.presets import PRESETS
@@ -225,30 +223,3 @@ def test_rotation_equals_transformers_and_leaves_the_rest_of_the_head(tiny_shape
     for ours, theirs, before in zip((rotate(q, tables), rotate(k, tables)), expected, (q, k), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
         assert torch.equal(ours[..., 12:], before[..., 12:])
-
-
-def test_scores_depend_on_distance_only(tiny_shape):
-    shape = tiny_shape(rope_theta=1e4)
-    q, k = torch.randn(1, 1, 1, 16, dtype=torch.float64), torch.randn(1, 1, 1, 16, dtype=torch.float64)
-
-    def score(at_q, at_k):
-        rotated = [
-            rotate(x, rotary_tables(torch.tensor([[at]]), shape, torch.float64)) for x, at in ((q, at_q), (k, at_k))
-        ]
-        return (rotated[0] * rotated[1]).sum().item()
-
-    # Angles are FP32, so positions near 1000 carry an error of 1000 * 6e-8.
-    assert score(1007, 1000) == pytest.approx(score(7, 0), abs=1e-3)
-    assert abs(score(8, 0) - score(7, 0)) > 1e-3
-
-
-def test_yarn_keeps_fast_frequencies_and_interpolates_slow_ones(tiny_shape):
-    scaling = SCALINGS["yarn"]
-    base, one = inverse_frequencies(tiny_shape(head_dim=128, rope_theta=1e4), CPU)
-    scaled, factor = inverse_frequencies(tiny_shape(head_dim=128, rope_theta=1e4, rope_scaling=scaling), CPU)
-    turns = scaling.original_max_position_embeddings * base / (2 * math.pi)
-    fast, slow = turns > 1.5 * scaling.beta_fast, turns < scaling.beta_slow / 1.5
-    assert fast.any() and slow.any()
-    assert torch.equal(scaled[fast], base[fast])
-    torch.testing.assert_close(scaled[slow], base[slow] / scaling.factor, rtol=1e-6, atol=0)
-    assert one == 1.0 and factor == pytest.approx(0.1 * math.log(8.0) + 1.0)

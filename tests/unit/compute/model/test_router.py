@@ -97,6 +97,7 @@ def test_capacity_keeps_the_first_tokens_of_each_expert_and_counts_the_rest(fact
             else:
                 lost += 1
                 assert limited.weights[t, a] == 0
+    assert (dropless.weights > 0).all(1).tolist() == dropless.weights.any(1).tolist() == real
     assert limited.statistics.tokens_per_expert.tolist() == held
     assert limited.statistics.overflow == lost
     assert (lost > 0) == (factor < 2.0)
@@ -177,16 +178,6 @@ def test_balance_loss_is_one_per_token_when_balanced_and_grows_with_imbalance(ro
     # Expert 2 has f = 8 / 2 and P = 0.953 / (0.953 + 7 * 0.5); the others share one choice per token: f = 4 / 7 each.
     probability = 0.9526 / (0.9526 + 3.5)
     assert skewed == pytest.approx(4 * probability + 4 / 7 * (1 - probability), abs=1e-3)
-
-
-def test_padding_is_given_no_weight_and_no_count(router_and_input):
-    router, x = router_and_input()
-    is_real = torch.ones(3, 11, dtype=torch.bool)
-    is_real[0, 7:] = False
-    routing = router(x, is_real, RoutingOptions())
-    assert (routing.weights.view(3, 11, 2)[~is_real] == 0).all()
-    assert (routing.weights.view(3, 11, 2)[is_real] > 0).all()
-    assert routing.statistics.tokens_per_expert.sum() == 2 * 29
 
 
 OPTIONS = RoutingOptions(record=True)

@@ -17,7 +17,6 @@ from glm46.compute.optim import muon_step
 from glm46.compute.optim.muon import Muon
 from glm46.compute.optim.muon_layout import tensor_layout
 from glm46.compute.optim.muon_plan import PlannedParameter, make_plan
-from glm46.compute.optim.muon_update import update_scale
 from glm46.compute.optim.newton_schulz import COEFFICIENTS, iterate_batched, iterate_into, orthogonalize
 from glm46.config.presets import PRESETS
 from glm46.operate.estimate.muon_cost import exchanged
@@ -171,12 +170,6 @@ def test_iteration_changes_neither_gradient_nor_momentum(dtype):
             momentum = optimizer.state[p]["momentum_buffer"]
             torch.testing.assert_close(momentum.float(), exact, rtol=rounding, atol=0.0)
             m.copy_(momentum)
-
-
-def test_scales_of_the_update():
-    # Rows over columns are 4: two, and one for a matrix that is wider than tall.
-    assert (update_scale("original", 64, 16), update_scale("original", 16, 64)) == (2.0, 1.0)
-    assert update_scale("match_rms_adamw", 16, 64) == update_scale("match_rms_adamw", 64, 16) == 0.2 * 8
 
 
 @pytest.mark.parametrize("state_offload", ["none", "cpu"])

@@ -10,7 +10,6 @@ import torch
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.errors import UserError
-from glm46.config.presets import PRESETS
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position, bucket_edges
@@ -23,17 +22,14 @@ from glm46.engine.inference.sampling import Sampling
 from glm46.storage.data.batches import IGNORE
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import GLM_SPECIAL_TOKENS, Tokenizer
-from tests.builders import TINY, write_source
+from tests.builders import tiny_shape, write_source
 
 SLOW = pytest.mark.slow
 
 
 def make_model(**changes) -> Transformer:
     """Random weights."""
-    sizes = {name: size for name, size in TINY.items() if name != "flavor"}
-    with torch.device("meta"):
-        model = Transformer(PRESETS["debug"].model_copy(update=sizes | changes))
-    model.to_empty(device="cpu")
+    model = Transformer(tiny_shape(**changes))
     initialise(model, 0)
     return model.eval()
 

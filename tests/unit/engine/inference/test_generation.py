@@ -18,23 +18,16 @@ from transformers.generation.logits_process import (
 from glm46.cli import main
 from glm46.compute.model.init import GAMMA, mixed, signed
 from glm46.compute.model.transformer import Transformer
-from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
-from glm46.config.run_config import RunConfig
 from glm46.engine.inference import decoder as decoder_module
 from glm46.engine.inference import few_tokens, sampling
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.sampling import Sampling, continue_tokens
 from glm46.files import progress
-from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.storage.huggingface.config_json import config_of
-from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.peft_export import export_adapter
-from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from tests.builders import model_table
+from tests.builders import model_folder, model_table, step_folder
 from tests.unit.storage.huggingface.adapters import adapters
 
 TABLE = dict(
@@ -400,16 +393,8 @@ def test_a_stop_request_ends_all_continuations_with_what_they_have():
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The same random model as a step folder and as a Hugging Face folder."""
-    folder, model, tokenizer = tmp_path_factory.mktemp("models"), random_model(), load_tokenizer("builtin")
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    meta = {"config": dump_config(RunConfig(model=ModelConfig(**model_table(**TABLE))))}
-    CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
-    config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
-    files = files_beside_weights(tokenizer, max_length=64)
-    options = ExportOptions(dtype=torch.float32, other_files=files)
-    export_weights(folder / "hf", model.shape, config, tensors, options=options)
-    return folder / "step-000001", folder / "hf", model
+    folder, model = tmp_path_factory.mktemp("models"), random_model()
+    return step_folder(folder, model, model=model_table(**TABLE)), model_folder(folder / "hf", model), model
 
 
 def test_greedy_tokens_equal_transformers_generate(folders):
@@ -430,10 +415,7 @@ def check_greedy_tokens(theirs, model):
 
 def test_greedy_tokens_of_flash_equal_transformers_generate(tmp_path):
     model = random_model(**LATENT)
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    config = config_of(model.shape, None, eos_ids=[0], dtype="float32")
-    export_weights(tmp_path / "hf", model.shape, config, tensors, options=ExportOptions(dtype=torch.float32))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(model_folder(tmp_path / "hf", model))
     assert type(theirs).__name__ == "Glm4MoeLiteForCausalLM"
     check_greedy_tokens(theirs, model)
 
@@ -552,11 +534,7 @@ def test_processes_without_a_prompt_are_told(folders, monkeypatch, capsys):
     [(18, "float32", ["multiple of 4", "can be converted"]), (20, "bfloat16", ["multiple of 8", "use float32"])],
 )
 def test_widths_that_grouped_mm_refuses_are_named_and_still_converted(width, dtype, words, tmp_path, capsys):
-    model, tokenizer = random_model(moe_intermediate_size=width), load_tokenizer("builtin")
-    config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    options = ExportOptions(other_files=files_beside_weights(tokenizer, max_length=64))
-    export_weights(tmp_path / "hf", model.shape, config, tensors, options=options)
+    model_folder(tmp_path / "hf", random_model(moe_intermediate_size=width))
     assert main(["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
     for source in (["--model", str(tmp_path / "hf")], ["--checkpoint", str(tmp_path / "in/step-000000")]):
         assert main(["generate", *source, "--prompt", "x", "--dtype", dtype]) == 2
@@ -564,12 +542,9 @@ def test_widths_that_grouped_mm_refuses_are_named_and_still_converted(width, dty
         assert all(word in error for word in (source[1], f"moe_intermediate_size = {width}", *words))
 
 
-def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
-    model = random_model(num_nextn_predict_layers=0)
-    config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
-    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-    export_weights(tmp_path / "hf", model.shape, config, tensors)
-    command = ["generate", "--model", str(tmp_path / "hf"), "--tokenizer", "builtin", "--prompt", "x"]
+def test_speculation_needs_prediction_layers(tmp_path, capsys):
+    folder = model_folder(tmp_path / "hf", random_model(num_nextn_predict_layers=0))
+    command = ["generate", "--model", str(folder), "--prompt", "x"]
     assert main([*command, "--speculative"]) == 2
     assert "no prediction layers" in capsys.readouterr().err
     assert main([*command, "--max-new-tokens", "1"]) == 0

@@ -9,29 +9,19 @@ import torch.nn.functional as F
 
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.model import ModelConfig
-from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.presets import PRESETS
 from glm46.engine.inference import scoring
 from glm46.engine.inference.decoder import KERNELS, Decoder, describe_kernels
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.scoring import ContinuationRequest, score
-from tests.builders import model_table
-
-TABLE = dict(
-    flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
-    n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=50,
-)  # fmt: skip
+from tests.builders import random_model, tiny_shape
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    torch.manual_seed(1)
-    model = Transformer(resolve_shape(ModelConfig(**model_table(**TABLE))))
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
-    return model.eval()
+    return random_model(tiny_shape(num_hidden_layers=3, vocab_size=50), seed=1).eval()
 
 
 @torch.no_grad()
