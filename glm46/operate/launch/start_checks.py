@@ -7,6 +7,7 @@ from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.run_lock import refuse_locked, refuse_unwritable
 from glm46.engine.training.origin import refuse_origin
+from glm46.operate.launch.rl_start import refuse_rl
 from glm46.tasks.weights.start_folders import refuse_weights
 
 
@@ -29,6 +30,4 @@ def refuse_start(config: RunConfig, typed: Start) -> None:
         refuse_unwritable(folder, key)
     refuse_locked(Path(config.job.dump_folder), config.folders_apart)
     if config.rl is not None:
-        from glm46.operate.launch.rl_start import refuse_rl  # 80 modules that only [rl] needs
-
         refuse_rl(config.rl.resolved(), config.rollout)

@@ -18,6 +18,9 @@ from glm46.storage.chats.chat_turn import Part, TurnReader
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 
+with contextlib.suppress(ImportError):  # Python may be built without it
+    import readline  # noqa: F401 - input() has history and editing then
+
 _HELP = "Ctrl-C stops an answer; /new begins a new conversation; Ctrl-D or /exit ends the chat."
 
 
@@ -45,8 +48,6 @@ class TerminalChat:
 
     def __post_init__(self) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-        with contextlib.suppress(ImportError):  # Python may be built without it
-            import readline  # noqa: F401 - input() has history and editing then
 
     def run(self) -> None:
         """Read messages and print answers until the input ends."""
