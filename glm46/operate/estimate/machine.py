@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,10 @@ def _query(question: Callable[[object], _Answer], handle: object, refused: type[
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Return the release of the NVIDIA driver and its build date; "none" without a driver."""
-    return " ".join((_read(root / "proc/driver/nvidia/version") or "none").split("\n")[0].split()[-4:])
+    """Return the release of the NVIDIA driver, such as "550.54.15"; "none" without a driver."""
+    text = _read(root / "proc/driver/nvidia/version")
+    release = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return release[1] if release else text.partition("\n")[0] or "none"
 
 
 def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:

@@ -1,5 +1,7 @@
 """The machine is read from files that the kernel writes; these tests write such files."""
 
+import pytest
+
 from glm46.engine.observe.peaks import ACCELERATORS, find_accelerator
 from glm46.operate.estimate import machine
 
@@ -46,6 +48,19 @@ def test_gpus_of_a_machine_without_nvml(tmp_path, monkeypatch):
     assert found.nodes == 3
     for visible, count in (("", 0), ("1", 1), ("0,1", 2), ("0,7,1", 1), ("GPU-1abc", 1), ("GPU-9", 0), ("-1", 0)):
         assert len(machine.detect_machine(visible, root=tmp_path).gpus) == count, visible
+
+
+@pytest.mark.parametrize(
+    ("line", "release"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n", "535.129.03"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86  Release Build  (a@b)\n", "570.86"),
+        ("", "none"),
+    ],
+)
+def test_the_release_of_the_driver(line, release, tmp_path):
+    _files(tmp_path, proc__driver__nvidia__version=line)
+    assert machine.driver_version(tmp_path) == release
 
 
 def test_names_of_the_driver_find_their_entry():
