@@ -1,4 +1,4 @@
-"""The journal of rollouts, and their samples as micro-batches."""
+"""The journal of rollouts, their samples as micro-batches, and what networks compute for their tokens."""
 
 import json
 from dataclasses import fields
@@ -17,6 +17,7 @@ from glm46.config.errors import UserError
 from glm46.config.rules_pipeline import fitting_micro_batches
 from glm46.engine.observe.metrics import find_metric
 from glm46.run.context_keys import SHARED_KEYS
+from glm46.tasks.rl import stepping
 from glm46.tasks.rl.journal import read_fields, read_rollout, write_fields, write_rollout
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
@@ -281,3 +282,13 @@ def test_a_pipeline_has_its_number_of_micro_batches():
 @pytest.mark.parametrize(("schedule", "expected"), [("1F1B", [4, 9, 10, 11]), ("Interleaved1F1B", [1, 10, 10, 12])])
 def test_a_pipeline_gets_a_number_of_micro_batches_that_its_schedule_takes(schedule, expected):
     assert [fitting_micro_batches(schedule, 4, least) for least in (1, 9, 10, 11)] == expected
+
+
+def test_ranks_put_the_values_of_their_rows_together(monkeypatch):
+    """A pipeline stage without the head has none, and takes part."""
+    first, second, stage = (torch.full((3,), -torch.inf) for _ in range(3))
+    collect(torch.tensor([[-0.5, 9.0], [9.0, -0.25]]), {"place": torch.tensor([[0, -1], [-1, 2]])}, first)
+    collect(torch.tensor([[9.0, -2.0]]), {"place": torch.tensor([[-1, 1]])}, second)
+    sent = [first.clone(), second.clone(), stage.clone()]
+    monkeypatch.setattr(stepping.dist, "all_reduce", lambda values, _: values.copy_(torch.stack(sent).amax(0)))
+    assert stepping.gathered(stage).tolist() == [-0.5, -2.0, -0.25]

@@ -1,4 +1,4 @@
-"""The deadline of a call holds for the whole call, however its bytes come."""
+"""Calls and their loop: a deadline holds for the whole call, and what hangs holds up nothing else."""
 
 import asyncio
 import itertools
@@ -14,9 +14,10 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.config.rollout import RolloutConfig
 from glm46.operate.launch import rl_start
-from glm46.tasks.rl.rollout import http_calls
-from glm46.tasks.rl.rollout.event_loop import blocking
+from glm46.tasks.rl.rollout import event_loop, http_calls
+from glm46.tasks.rl.rollout.event_loop import EventLoop, blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, StatusError, guarded, require_http_client
+from tests.processes import wait_until
 from tests.unit.tasks.rl.rollout.waiting import call, run
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
@@ -141,3 +142,60 @@ def test_without_the_package_for_http_one_message_names_its_extra(monkeypatch):
     rl_start.refuse_rl(rl, RolloutConfig(max_new_tokens=6))
     with pytest.raises(UserError, match=r"httpx.*glm46\[rl\]"):
         rl_start.refuse_rl(rl, RolloutConfig(kind="vllm", urls=["http://127.0.0.1:8000"], max_new_tokens=6))
+
+
+@pytest.fixture
+def loop():
+    made = EventLoop()
+    yield made
+    made.stop()
+
+
+def test_a_resolver_that_hangs_takes_one_thread_which_nobody_waits_for(loop, monkeypatch):
+    ended, asked = threading.Event(), []
+
+    def resolve(host, *_):
+        asked.append(host)
+        ended.wait(60.0)
+        raise socket.gaierror("no such host")
+
+    async def ask() -> list:
+        calls = [http_calls.call("http://glm46.invalid:80", "/path", seconds=0.5) for _ in range(50)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        errors = loop.run(ask())
+        assert all(isinstance(error, CallError) and "within 0.5 s" in str(error) for error in errors)
+        assert loop.begin(asyncio.to_thread(lambda: 5)).result(10.0) == 5, "asyncio's own threads are free"
+        assert len(asked) == 1
+    finally:
+        ended.set()
+    wait_until(lambda: not loop._loop._resolving)
+    with pytest.raises(CallError, match="no such host"):
+        loop.run(http_calls.call("http://glm46.invalid:80", "/path", seconds=60.0))
+    assert len(asked) == 2
+
+
+def test_the_end_of_a_loop_waits_for_last_calls_and_not_for_what_hangs(loop, monkeypatch):
+    monkeypatch.setattr(event_loop, "_END_SECONDS", 0.5)
+    done = []
+
+    async def last() -> None:
+        await asyncio.sleep(0.1)
+        done.append("last")
+
+    async def leaving() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            loop.begin(event_loop.last_call(last))
+
+    async def close() -> None:
+        done.append("close")
+        await asyncio.Event().wait()
+
+    loop.begin(leaving())
+    began = time.monotonic()
+    loop.stop(close)
+    assert time.monotonic() - began < 30.0 and done == ["last", "close"]
