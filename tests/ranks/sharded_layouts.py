@@ -7,8 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import tomli
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -166,141 +167,20 @@ class Layout(NamedTuple):
         ])  # fmt: skip
 
 
-# 6 experts on 4 ranks are sharded inside each expert, 12 in whole ones; 6 over 2 ranks again inside each.
-_LAYOUTS = {
-    1: [
-        Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective"),
-        Layout(offload=True), Layout(checkpointing="full", every=2), Layout(checkpointing="full", host=True),
-    ],
-    2: [
-        Layout(), Layout(replicate=2), Layout(experts_over=2),
-        Layout(context=2), Layout(tensor=2), Layout(tensor=2, experts_over=2),
-        Layout(tensor=2, key_heads=1, checkpointing="selective"), Layout(tensor=2, key_heads=1, compiled=True),
-        Layout(pipeline=2), Layout(pipeline=2, reshard="always"), Layout(pipeline=2, schedule="GPipe", micro_batches=4),
-        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=8, checkpointing="full"),
-        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="selective"),
-        Layout(experts_over=2, document_mask=False), Layout(context=2, document_mask=False),
-        Layout(tensor=2, document_mask=False), Layout(pipeline=2, document_mask=False),
-        Layout(context=2, window=5, checkpointing="selective"), Layout(context=2, ring=True, checkpointing="selective"),
-        Layout(context=2, ring=True, compiled=True), Layout(checkpointing="full", compiled=True, backend="inductor"),
-        Layout(experts_over=2, compiled=True, backend="inductor"),
-        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, compiled=True),
-        Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),
-        Layout(context=2, checkpointing="selective", stages=True),
-        Layout(pipeline=2, checkpointing="full", stages=True),
-        Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, offload=True),
-        Layout(experts_over=2, checkpointing="selective", compiled=True, adapter="lora", base="float8"),
-        Layout(checkpointing="full", adapter="lora", base="int4"), Layout(tensor=2, adapter="dora", base="nf4"),
-        Layout(tensor=2, key_heads=1, adapter="lora"), Layout(context=2, checkpointing="full", adapter="lora"),
-        Layout(pipeline=2, adapter="lora", adapted=(3, 4)),
-        Layout(pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, adapter="lora"),
-        Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, checkpointing="selective", adapter="lora"),
-        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="full", adapter="lora"),
-        Layout(pipeline=2, schedule="GPipe", micro_batches=4, adapter="dora", adapted=(0, 1)),
-        Layout(tensor=2, checkpointing="full", adapter="dora"),
-        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="dora"),
-        Layout(tensor=2, checkpointing="full", routes=True), Layout(context=2, checkpointing="selective", routes=True),
-        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, routes=True),
-        Layout(experts_over=2, compiled=True, routes=True),
-        Layout(tensor=2, micro_batches=4),
-        Layout(experts_over=2, of_host=1, checkpointing="full"), Layout(experts_over=2, of_host=2, compiled=True),
-        Layout(experts_over=2, chunks=2, reshard="never"), Layout(experts_over=2, chunks=2, compiled=True),
-        Layout(experts_over=2, of_host=2, chunks=2, checkpointing="full", offload=True),
-        Layout(experts_over=2, of_host=1, chunks=2, checkpointing="selective", adapter="lora"),
-        Layout(experts_over=2, checkpointing="full", every=2, compiled=True),
-        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, checkpointing="selective", every=2),
-        Layout(tensor=2, checkpointing="selective", every=2, adapter="lora"),
-        Layout(
-            pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, checkpointing="selective",
-            recompute=("core_attn", "experts"),
-        ),
-        Layout(experts_over=2, chunks=2, checkpointing="selective", recompute=("exchange",), adapter="lora"),
-        Layout(latent=True, checkpointing="selective"), Layout(latent=True, checkpointing="full", compiled=True),
-        Layout(latent=True, experts_over=2), Layout(latent=True, tensor=2), Layout(latent=True, context=2),
-        Layout(latent=True, pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
-        Layout(latent=True, context=2, window=5, checkpointing="full"),
-        Layout(latent=True, tensor=2, adapter="dora"), Layout(latent=True, document_mask=False, offload=True),
-        Layout(experts_over=2, checkpointing="selective", host=True, compiled=True),
-        Layout(
-            pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, checkpointing="selective", host=True, adapter="lora",
-        ),
-        Layout(
-            pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, checkpointing="full", host=True, every=2,
-        ),
-        Layout(tensor=2, checkpointing="selective", recompute=("experts",), host=True, offload=True),
-    ],
-    4: [
-        Layout(context=2, replicate=2, experts_over=2),
-        Layout(context=2, experts_over=2, checkpointing="selective", reshard="never"),
-        Layout(context=4, ring=True, document_mask=False, checkpointing="full"), Layout(context=4, window=4),
-        Layout(context=2, tensor=2, window=9, document_mask=False), Layout(tensor=4, experts_over=2),
-        Layout(tensor=4, experts_over=4, num_experts=12, key_heads=2), Layout(tensor=2, context=2, key_heads=1),
-        Layout(tensor=2, experts_over=4, num_experts=12, offload=True),
-        Layout(tensor=2, context=2, experts_over=4, num_experts=12, checkpointing="selective", compiled=True),
-        Layout(pipeline=2, micro_batches=4), Layout(pipeline=2, replicate=2), Layout(pipeline=4, micro_batches=4),
-        Layout(pipeline=2, context=2, schedule="ZBVZeroBubble", micro_batches=4),
-        Layout(pipeline=2, tensor=2, schedule="InterleavedZeroBubble", micro_batches=4),
-        Layout(pipeline=2, tensor=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
-        Layout(pipeline=2, tensor=2, key_heads=1, schedule="ZBVZeroBubble", micro_batches=4),
-        Layout(replicate=2, experts_over=2, adapter="lora"),
-        Layout(
-            tensor=2, experts_over=4, num_experts=12, of_host=2, checkpointing="selective", compiled=True,
-            adapter="dora",
-        ),
-        Layout(context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="full", routes=True),
-        Layout(replicate=2, experts_over=2, of_host=1, offload=True),
-        Layout(tensor=2, experts_over=4, num_experts=12, of_host=2, chunks=2, checkpointing="full", compiled=True),
-        Layout(pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, chunks=2),
-        Layout(replicate=2, offload=True, adapter="lora", base="float8"),
-        Layout(tensor=2, experts_over=2, checkpointing="selective", compiled=True, adapter="lora", base="int4"),
-        Layout(pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="dora", base="nf4"),
-        Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
-        Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
-        Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
-        Layout(
-            pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, checkpointing="full", every=2,
-        ),
-        Layout(
-            context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="selective",
-            recompute=("experts", "exchange"), compiled=True,
-        ),
-        Layout(context=2, experts_over=2, checkpointing="selective", every=2, compiled=True),
-        Layout(latent=True, tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, routes=True),
-        Layout(latent=True, tensor=4, checkpointing="selective", document_mask=False),
-        Layout(latent=True, pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="lora"),
-        Layout(
-            replicate=2, experts_over=2, of_host=2, chunks=2, checkpointing="selective", host=True, adapter="dora",
-        ),
-        Layout(
-            pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, checkpointing="full",
-            host=True,
-        ),
-    ],
-    8: [
-        Layout(pipeline=2, tensor=2, context=2, experts_over=2),
-        Layout(pipeline=2, replicate=2, tensor=2, experts_over=2, schedule="Interleaved1F1B", micro_batches=4),
-        Layout(pipeline=2, replicate=2, context=2, micro_batches=4, schedule="InterleavedZeroBubble"),
-        Layout(pipeline=2, context=2, experts_over=4, num_experts=12, schedule="DualPipeV", micro_batches=4),
-        Layout(pipeline=4, tensor=2, micro_batches=4, checkpointing="full"),
-        Layout(replicate=2, tensor=2, context=2, experts_over=4, num_experts=12),
-        Layout(tensor=4, context=2, experts_over=8, num_experts=16), Layout(num_experts=16, micro_batches=1),
-        Layout(tensor=2, experts_over=8, num_experts=16, of_host=2, compiled=True, checkpointing="selective"),
-        Layout(
-            experts_over=8, num_experts=16, of_host=4, checkpointing="full", adapter="lora", micro_batches=1,
-        ),
-        Layout(
-            pipeline=2, context=2, experts_over=4, num_experts=12, of_host=2, schedule="ZBVZeroBubble", micro_batches=4,
-        ),
-        Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, of_host=2, schedule="DualPipeV", micro_batches=4),
-        Layout(
-            pipeline=2, tensor=2, experts_over=4, num_experts=12, of_host=2, chunks=2, schedule="ZBVZeroBubble",
-            micro_batches=4,
-        ),
-        Layout(pipeline=2, tensor=2, experts_over=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="lora"),
-        Layout(pipeline=2, tensor=2, experts_over=2, adapter="dora", base="float8"),
-    ],
-}  # fmt: skip
-LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
+def read_layouts(file: Path) -> dict[int, dict[str, Layout]]:
+    """Layouts by number of ranks and name, from a file with a table of each."""
+    with file.open("rb") as stream:
+        rows = tomli.load(stream)
+    layouts = {int(ranks): [Layout(**_with_tuples(row)) for row in of_ranks] for ranks, of_ranks in rows.items()}
+    return {ranks: {layout.name: layout for layout in of_ranks} for ranks, of_ranks in layouts.items()}
+
+
+def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with tuples instead of lists, so that layouts can be keys."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+
+
+LAYOUTS = read_layouts(Path(__file__).with_name("layouts.toml"))
 """By number of ranks and name."""
 ROWS, SEQ_LEN = 8, 24
 MTP_WEIGHT = 0.3

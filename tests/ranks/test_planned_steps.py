@@ -7,12 +7,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
+import tomli
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from glm46.compute.parallelize.host_copies import Copied, LayerCopies
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.float8 import Float8Config
 from glm46.config.loader import load_config
-from glm46.config.parallelism import ActivationCheckpointConfig
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpointConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
@@ -138,197 +140,36 @@ class Case(NamedTuple):
 
 
 BF16 = "bfloat16"
-EVEN = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64}
-"""FP8 products need multiples of 16 on each rank."""
-LORA = {"rank": 16, "expert_rank": 8}
-IN_FP8, IN_INT4, IN_NF4 = (
-    LORA | ({"base_dtype": base_dtype} if TorchVersion(torch.__version__) >= INTEGERS_TORCH else {})
-    for base_dtype in ("float8", "int4", "nf4")
-)
-BLOCKS = {
-    "hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2, "moe_intermediate_size": 256,
-}  # fmt: skip
-"""Of FP8; queries, keys and values, and the dense layer, have no whole blocks."""
-DORA = LORA | {"name": "dora"}
-ROWWISE = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise", "emulate": True}
-TENSORWISE = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True, "emulate": True}
-LATENT = {
-    "flavor": "debug-flash", "num_key_value_heads": 8, "head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6, "q_lora_rank": 36, "kv_lora_rank": 22,
-}  # fmt: skip
-"""The attention of GLM-4.7-Flash."""
-EVERYWHERE = {"n_routed_experts": 8, "num_experts_per_tok": 7}
-"""All ranks have an expert of each token, so that the plan's mean over random choices is exact."""
-CASES = {
-    "fsdp": Case(4),
-    "fsdp-8bit": Case(4, optimizer={"state_dtype": "8bit"}),
-    "fsdp-adamw": Case(5, optimizer={"name": "AdamW", "state_dtype": "bfloat16"}, checkpointing="selective"),
-    "fsdp-8bit-gathers": Case(4, dtype=BF16, micro_batches=2, model=EVEN, float8=TENSORWISE),
-    "tp-8bit-gathers": Case(
-        8, tensor=2, replicate=2, dtype=BF16, model=EVEN,
-        float8=TENSORWISE | {"filter_fqns": ("layers.1.", "mtp.0.block")},
-    ),
-    "fsdp-never": Case(4, reshard="never", micro_batches=2),
-    "fsdp-every-second": Case(4, checkpointing="full", every=2, dtype=BF16, rows=2),
-    "fsdp-every-third-selective": Case(4, checkpointing="selective", every=3),
-    "tp-cp-ep-every-second": Case(8, context=2, tensor=2, experts_over=2, checkpointing="full", every=2, dtype=BF16),
-    "interleaved-every-second": Case(
-        8, pipeline=2, experts_over=2, schedule="Interleaved1F1B", checkpointing="full", every=2, micro_batches=4
-    ),
-    "dual-every-second": Case(
-        8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), checkpointing="selective", every=2,
-        micro_batches=4, dtype=BF16,
-    ),
-    "lora-every-second": Case(4, adapter=LORA | {"layers": [2, 4]}, checkpointing="full", every=2, dtype=BF16),
-    "fsdp-experts-again": Case(4, checkpointing="selective", recompute=("experts",), dtype=BF16),
-    "ep-exchange-kept": Case(
-        4, experts_over=2, checkpointing="selective", recompute=("core_attn", "experts"), dtype=BF16
-    ),
-    "ep-chunks-exchange-again": Case(
-        8, experts_over=2, chunks=2, checkpointing="selective", recompute=("exchange",), dtype=BF16
-    ),
-    "levels-exchange-again": Case(
-        8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="selective", recompute=("exchange",)
-    ),
-    "zbv-tp-attention-again": Case(
-        4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), checkpointing="selective", micro_batches=4,
-        recompute=("core_attn",),
-    ),
-    "lora-ep-experts-again": Case(
-        8, adapter=LORA, experts_over=2, checkpointing="selective", recompute=("experts", "exchange"), dtype=BF16
-    ),
-    "fsdp-full-on-host": Case(10, checkpointing="full", rows=2, host=True),
-    "ep-selective-on-host": Case(4, experts_over=2, checkpointing="selective", dtype=BF16, host=True),
-    "levels-every-second-on-host": Case(
-        8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="selective", every=2, host=True
-    ),
-    "zbv-tp-selective-on-host": Case(
-        4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), checkpointing="selective", micro_batches=4,
-        host=True,
-    ),
-    "pp-tp-full-on-host": Case(8, pipeline=2, tensor=2, checkpointing="full", dtype=BF16, micro_batches=4, host=True),
-    "dora-ep-on-host": Case(
-        8, adapter=LORA | {"name": "dora"}, experts_over=2, checkpointing="selective", dtype=BF16, host=True
-    ),
-    "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
-    "hsdp": Case(4, replicate=2, micro_batches=3),
-    "hsdp-bf16": Case(4, replicate=2, micro_batches=3, dtype=BF16, reduce=BF16),
-    "replicas": Case(4, replicate=4),
-    "hsdp-ep-full": Case(8, replicate=2, experts_over=2, checkpointing="full", dtype=BF16),
-    "ep": Case(4, experts_over=2),
-    "ep-uneven": Case(10, experts_over=2, micro_batches=2, rows=2),
-    "ep-chunks": Case(4, experts_over=2, chunks=2),
-    "ep-chunks-full": Case(8, experts_over=2, chunks=2, checkpointing="full", dtype=BF16, micro_batches=2),
-    "levels": Case(8, experts_over=4, of_host=2, model=EVERYWHERE, dtype=BF16),
-    "levels-full": Case(8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="full"),
-    "levels-selective": Case(
-        8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="selective", dtype=BF16
-    ),
-    "one-host-selective": Case(4, experts_over=2, of_host=2, model=EVERYWHERE, checkpointing="selective"),
-    "tp": Case(4, tensor=2),
-    "tp-full": Case(10, tensor=2, checkpointing="full", micro_batches=2, dtype=BF16),
-    "tp4-ep-selective": Case(4, tensor=4, experts_over=2, checkpointing="selective"),
-    "tp-ep-whole-experts": Case(12, tensor=2, experts_over=6, dtype=BF16),
-    "tp4-two-key-heads-full": Case(8, tensor=4, checkpointing="full", dtype=BF16, model={"num_key_value_heads": 2}),
-    "cp-tp-one-key-head": Case(
-        4, context=2, tensor=2, checkpointing="selective", model={"num_key_value_heads": 1}
-    ),
-    "no-shared-experts": Case(4, tensor=2, checkpointing="full", model={"n_shared_experts": 0}),
-    "cp": Case(4, context=2),
-    "cp-full": Case(6, context=2, checkpointing="full", dtype=BF16, rows=2),
-    "cp-window": Case(4, context=2, dtype=BF16, model={"sliding_window": 40}),
-    "cp-ring": Case(8, context=4, dtype=BF16, most_gathered=0),
-    "no-prediction": Case(8, context=2, tensor=2, experts_over=2, model={"num_nextn_predict_layers": 0}),
-    "pp": Case(4, pipeline=2, micro_batches=4),
-    "pp-always": Case(4, pipeline=2, micro_batches=4, reshard="always"),
-    "pp4-hsdp": Case(8, pipeline=4, replicate=2, micro_batches=4),
-    "pp-cp-full": Case(8, pipeline=2, context=2, checkpointing="full", dtype=BF16, micro_batches=2),
-    "gpipe-ep-full": Case(
-        8, pipeline=2, experts_over=2, schedule="GPipe", reshard="always", checkpointing="full", micro_batches=3
-    ),
-    "interleaved-ep-selective": Case(
-        8, pipeline=2, experts_over=2, schedule="Interleaved1F1B", checkpointing="selective", micro_batches=4
-    ),
-    "interleaved-always": Case(
-        8, pipeline=2, experts_over=2, schedule="Interleaved1F1B", reshard="always", checkpointing="full",
-        micro_batches=4,
-    ),
-    "interleaved-zb-tp": Case(
-        4, pipeline=2, tensor=2, schedule=schedule_here("InterleavedZeroBubble"), micro_batches=4
-    ),
-    "zbv-tp": Case(4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
-    "interleaved-zb-ep-full": Case(
-        8, pipeline=2, experts_over=2, schedule=schedule_here("InterleavedZeroBubble"), checkpointing="full",
-        micro_batches=4,
-    ),
-    "dual-ep-full": Case(
-        8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), checkpointing="full", micro_batches=4
-    ),
-    "pp-ep-experts-in-8bit": Case(
-        8, pipeline=2, experts_over=2, dtype=BF16, micro_batches=4, checkpointing="selective", model=EVEN,
-        float8=ROWWISE,
-    ),
-    "dual-ep": Case(
-        8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), micro_batches=4, dtype=BF16
-    ),
-    "lora": Case(4, adapter=LORA, micro_batches=2, dtype=BF16),
-    "lora-full": Case(4, adapter=LORA, replicate=2, checkpointing="full"),
-    "lora-whole-experts": Case(6, adapter=LORA, experts_over=6, dtype=BF16, micro_batches=2),
-    "lora-tp-ep-full": Case(12, adapter=LORA, tensor=2, experts_over=6, checkpointing="full", micro_batches=2),
-    "lora-cp-tp": Case(4, adapter=LORA | {"targets": ["attention", "experts"]}, context=2, tensor=2),
-    "lora-attention-of-some-layers": Case(4, adapter=LORA | {"targets": ["attention"], "layers": [2, 3]}),
-    "lora-pp-one-stage-without": Case(
-        8, adapter=LORA | {"layers": [3, 4]}, pipeline=2, experts_over=2, checkpointing="full", micro_batches=4
-    ),
-    "lora-zbv-tp": Case(
-        4, adapter=LORA, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4
-    ),
-    "lora-tp-ep-in-fp8-full": Case(
-        8, adapter=IN_FP8, tensor=2, experts_over=2, checkpointing="full", dtype=BF16, micro_batches=2, model=BLOCKS
-    ),
-    "lora-tp-ep-in-int4": Case(4, adapter=IN_INT4, tensor=2, experts_over=2, dtype=BF16, micro_batches=2, model=BLOCKS),
-    "lora-whole-experts-in-nf4-full": Case(
-        6, adapter=IN_NF4, experts_over=6, checkpointing="full", dtype=BF16, micro_batches=2, model=BLOCKS
-    ),
-    "lora-pp-whole-experts-in-fp8": Case(
-        4, adapter=IN_FP8, pipeline=2, experts_over=2, dtype=BF16, micro_batches=2, model=BLOCKS
-    ),
-    "dora": Case(4, adapter=DORA, dtype=BF16),
-    "dora-whole-experts-full": Case(6, adapter=DORA, experts_over=6, checkpointing="full", micro_batches=2),
-    "dpo": Case(4, pairs="sigmoid", micro_batches=2, dtype=BF16),
-    "dpo-tp-whole-experts-full": Case(6, pairs="sigmoid", tensor=2, experts_over=6, checkpointing="full"),
-    "dpo-pp-ep": Case(8, pairs="sigmoid", pipeline=2, experts_over=2, micro_batches=4, dtype=BF16),
-    "dpo-cp-ep-lora": Case(8, pairs="sigmoid", adapter=LORA, context=2, experts_over=2, micro_batches=2),
-    "orpo-cp": Case(4, pairs="orpo", context=2, micro_batches=2, dtype=BF16),
-    "kto-tp-ep": Case(4, pairs="kto", tensor=2, experts_over=2, micro_batches=2),
-    "kto-pp-lora": Case(4, pairs="kto", adapter=LORA, pipeline=2, micro_batches=2, dtype=BF16),
-    "latent": Case(5, model=LATENT, micro_batches=2, dtype=BF16),
-    "latent-full": Case(4, model=LATENT, replicate=2, checkpointing="full", rows=2),
-    "latent-selective": Case(4, model=LATENT, experts_over=2, checkpointing="selective", dtype=BF16),
-    "latent-tp4-ep-full": Case(8, model=LATENT, tensor=4, experts_over=2, checkpointing="full", dtype=BF16),
-    "latent-cp": Case(4, model=LATENT, context=2, dtype=BF16),
-    "latent-cp-window": Case(4, model=LATENT | {"sliding_window": 40}, context=2),
-    "latent-cp-tp-ep-selective": Case(
-        8, model=LATENT, context=2, tensor=2, experts_over=2, checkpointing="selective", micro_batches=2
-    ),
-    "latent-cp-full": Case(4, model=LATENT, context=2, checkpointing="full", most_gathered=0),
-    "latent-zbv-tp": Case(
-        4, model=LATENT, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4
-    ),
-    "latent-pp-ep-on-host": Case(
-        8, model=LATENT, pipeline=2, experts_over=2, checkpointing="full", host=True, micro_batches=4, dtype=BF16
-    ),
-    "latent-attention-again": Case(4, model=LATENT, checkpointing="selective", recompute=("core_attn",)),
-    "latent-8bit-gathers": Case(4, dtype=BF16, model=LATENT | EVEN, float8=TENSORWISE),
-    "latent-lora-tp": Case(4, model=LATENT, adapter=LORA, tensor=2, dtype=BF16),
-    "latent-lora-cp-ep-full": Case(8, model=LATENT, adapter=LORA, context=2, experts_over=2, checkpointing="full"),
-    "latent-lora-attention-of-some-layers": Case(
-        4, model=LATENT, adapter=LORA | {"targets": ["attention"], "layers": [2, 3]}
-    ),
-    "latent-dora": Case(4, model=LATENT, adapter=DORA, tensor=2, checkpointing="selective"),
-    "latent-dpo-tp": Case(4, model=LATENT, pairs="sigmoid", tensor=2, micro_batches=2),
-    "dora-pp-tp-ep": Case(8, adapter=DORA, pipeline=2, tensor=2, experts_over=2, dtype=BF16, micro_batches=4),
-}  # fmt: skip
+
+
+def read_cases(file: Path) -> dict[str, Case]:
+    """Cases by name. Schedules and types of a base that the launcher refuses on this torch are replaced."""
+    with file.open("rb") as stream:
+        tables = tomli.load(stream)
+    if TorchVersion(torch.__version__) < INTEGERS_TORCH:
+        for part in tables["parts"].values():
+            part.pop("base_dtype", None)
+    cases = {}
+    for name, row in tables["cases"].items():
+        for key in ("model", "float8", "adapter"):
+            if key in row:
+                row[key] = merged_parts(row[key], tables["parts"])
+        if PIPELINE_SCHEDULES[row.get("schedule", "1F1B")].splits_backward:
+            row["schedule"] = schedule_here(row["schedule"])
+        row["recompute"] = tuple(row.get("recompute", ()))
+        cases[name] = Case(**row)
+    return cases
+
+
+def merged_parts(names: list[str | dict[str, Any]], parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Parts by their names and tables, of which later ones win."""
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged |= parts[name] if isinstance(name, str) else name
+    return merged
+
+
+CASES = read_cases(Path(__file__).with_name("planned_steps.toml"))
 """By name; the ranks of a case are the first one of some pipeline ranks."""
 
 
