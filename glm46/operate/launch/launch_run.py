@@ -10,7 +10,6 @@ from contextlib import closing
 
 from glm46.files.standard_output import print_line
 from glm46.operate.launch.launch_hosts import launch_hosts
-from glm46.operate.launch.node_run import run_node
 from glm46.operate.launch.one_node import DoesNotFit, check_node, load_run
 from glm46.operate.launch.restarts import MAX_ABSENCE_SECONDS, SavedSteps, known_step
 from glm46.operate.launch.torchrun import EXIT_USER_ERROR, LauncherSignals
@@ -32,5 +31,6 @@ def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], signal
     except DoesNotFit as error:
         print(*error.faults, sep="\n", file=sys.stderr)
         return EXIT_USER_ERROR
+    from glm46.operate.launch.node_run import run_node  # numpy and the readers of text: no refusal needs them
 
     return run_node(ready, arguments, signals, saved)

@@ -68,7 +68,7 @@ class Echo(InRounds):
 
 @pytest.fixture
 def make_sampler(tokenizer, request, tmp_path, monkeypatch):
-    def make(kinds: list[str], environment: dict, rewards: tuple[str, ...] = ("length",)) -> Sampler:
+    def make(kinds: list[str], environment: dict, rewards: tuple[str, ...] = ("format",)) -> Sampler:
         """``environment``: [rl.environment], and ``tries``, the runs of an episode that fails."""
         table = {"max_turns": 2, **environment}
         monkeypatch.setattr(episodes, "TRIES", table.pop("tries", 2))
@@ -98,10 +98,10 @@ def make_sampler(tokenizer, request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def length(monkeypatch):
-    """A reward without a process: the length of what the last turn says."""
+    """The reward "format" is the length of what the last turn says, computed in this process."""
     from glm46.tasks.rl.rewards import function_pool
 
-    monkeypatch.setitem(function_pool._HERE, "length", lambda answer, options: float(len(answer.result)))
+    monkeypatch.setitem(function_pool._HERE, "format", lambda answer, options: float(len(answer.result)))
 
 
 def score(of: Sampler, ends: list) -> list:
