@@ -1,9 +1,19 @@
-"""The hang report on GPUs: flight recorders of NCCL and gloo, as torch 2.11 wrote them on an H100 and torch 2.14 on a
-CPU, from 8 and 64 ranks with one fault, and the rank that the report names."""
+"""Hangs: the limit of the watchdog, the alarm in the store, and the report of all ranks."""
 
+import faulthandler
 import json
+import os
+import re
+import shutil
+import socket
+import subprocess
 import sys
 import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier
 
 import pytest
 import torch
@@ -12,9 +22,15 @@ from torch.distributed.flight_recorder.components.types import Op
 from torch.torch_version import TorchVersion
 
 from glm46.compat import flight_recorders
+from glm46.compute.distributed.process import Process
 from glm46.engine.reliability import hang_report
+from glm46.engine.reliability import watchdog as watchdog_module
+from glm46.engine.reliability.alarm import Alarm
 from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits
 from glm46.engine.reliability.stack_frames import innermost_frames
+from glm46.engine.reliability.stop import EXIT_HANG
+from glm46.engine.reliability.watchdog import Watchdog, _within
+from tests.processes import HANG_SECONDS
 
 GUILTY = 3
 
@@ -205,3 +221,168 @@ def test_a_frame_that_waits_for_the_device_says_so(method):
     end.release()
     thread.join()
     assert frames[0] == "glm46/a.py:2 <module>" + " waits for the device" * (method != "numel")
+
+
+SILENT = 3
+SECONDS = 1.0
+
+
+class CountingStore:
+    """A store that counts the calls of one rank, and the keys of each."""
+
+    def __init__(self, store: dist.Store):
+        self._store, self.calls, self.most_keys, self.bytes_read = store, Counter(), 0, 0
+
+    def __getattr__(self, name: str):
+        def call(keys, *value):
+            self.calls[name] += 1
+            self.most_keys = max(self.most_keys, 1 if isinstance(keys, str) else len(keys))
+            result = getattr(self._store, name)(keys, *value)
+            self.bytes_read += len(result) if isinstance(result, bytes) else 0
+            return result
+
+        return call
+
+
+def hang(size: int) -> tuple[list[CountingStore], tuple, list[list[int]]]:
+    """All ranks but one answer; returns the stores, what the rank that speaks has read, and what the others have."""
+    shared = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stores = [CountingStore(shared.clone()) for _ in range(size)]
+    alarms = [Alarm(store, rank, size) for rank, store in enumerate(stores)]
+    all_there, began = Barrier(size - 1), time.monotonic()
+
+    def work(rank: int):
+        all_there.wait()
+        number = alarms[rank].answer({"stack": [], "collectives": {}, "operation": "training step", "step": rank})
+        all_there.wait()  # on a busy machine an answer takes seconds
+        if number > 1:
+            return alarms[rank].hung_here(time.monotonic() + HANG_SECONDS)
+        read = alarms[rank].answers(time.monotonic() + SECONDS)
+        alarms[rank].report([read[1][SILENT]])
+        return read
+
+    with ThreadPoolExecutor(size) as pool:
+        said = [*pool.map(work, [rank for rank in range(size) if rank != SILENT])]
+    (spoken,) = [one for one in said if isinstance(one, tuple)]
+    return stores, spoken, [one for one in said if isinstance(one, list)], time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [8, 64])
+def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size):
+    """With 8,192 ranks that each ask for the answers of all, the store would compute for minutes."""
+    stores, (answers, processes), heard, seconds = hang(size)
+    assert sorted(answers) == [rank for rank in range(size) if rank != SILENT]
+    assert answers[size - 1]["step"] == size - 1
+    assert processes[SILENT] == [socket.gethostname(), os.getpid()]
+    assert heard == [[os.getpid()]] * (size - 2), "each rank of the host learns which process to kill"
+    assert max(store.most_keys for store in stores) == 1
+    by_bytes = sorted(stores, key=lambda store: store.bytes_read)
+    others = [store for store in by_bytes[:-1] if store.calls["add"]]
+    # Beside the polls: registered; set, answered, counted; reported?; and the processes of the own host.
+    assert {(store.calls["append"], store.calls["set"], store.calls["add"]) for store in others} == {(2, 1, 1)}
+    assert {store.calls["get"] for store in others} == {1}
+    assert max(store.bytes_read for store in others) < 20
+    polls = [store.calls["check"] for store in others]
+    assert max(polls) <= seconds / 0.1 + 10, "ten a second"
+
+
+def test_many_hung_ranks_are_counted_in_the_message_and_all_are_culprits():
+    answers = {0: {"stack": [], "collectives": {}, "operation": "training step", "step": 7}}
+    culprits = find_culprits(answers, 8192)
+    assert len(culprits) == 8191
+    said = describe_hang(answers, culprits, {5: "node5"}, 10.0, "hang").splitlines()
+    assert len(said) == 12 and "rank 5 on node5 does not answer" in said[5]
+    assert said[9] == "  and 8183 more like these"
+    assert said[10] == "  rank 0 on an unknown host waits: training step, step 7"
+
+
+def test_a_step_of_another_size_gets_the_limit_of_the_start(tmp_path):
+    """It may compile again, which takes longer than five steps of the old size."""
+    # 0 starts no thread; the limits are computed all the same.
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
+
+    def run_steps(seq_len: int) -> None:
+        for step in range(30):
+            watchdog.step_begins(step)
+            watchdog.operation("training step", size=(8, seq_len))
+
+    run_steps(128)
+    assert watchdog.limit_seconds() < 100.0
+    watchdog.operation("training step", size=(8, 256))
+    assert watchdog.limit_seconds() == 300.0
+    run_steps(256)
+    assert watchdog.limit_seconds() < 100.0
+
+
+@pytest.mark.parametrize(
+    ("outages", "steps", "limit"),
+    [
+        ({10}, 23, 5.0),  # of the fewest steps that set the limit, in the longest one: it would be 300 s
+        ({40}, 60, 5.0),
+        ({30, 31, 50}, 65, 5.0),
+        (set(range(30, 40)), 60, 300.0),  # so many are no outage: the steps are slow, up to the bound
+    ],
+)
+def test_the_limit_does_not_learn_from_outages(outages, steps, limit, tmp_path, monkeypatch):
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=0.0, start_seconds=300.0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for step in range(steps):
+        watchdog.step_begins(step)
+        now += 131.0 if step in outages else 1.0
+    assert watchdog.limit_seconds() == pytest.approx(limit)  # sums of seconds on a clock that is large
+
+
+def test_a_folder_that_is_deleted_while_a_run_stops_is_no_error(tmp_path, capfd):
+    folder = tmp_path / "hang"
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), folder, shortest_seconds=10.0, start_seconds=300.0)
+    shutil.rmtree(folder)
+    watchdog.close()
+    assert capfd.readouterr().err == ""
+
+
+WAITS = "for _ in $(seq 600); do [ -e $1 ] && break; sleep 0.1; done; exec cat > /dev/null"
+
+
+def test_stacks_that_the_disk_does_not_take_hold_the_interpreter_up_for_no_moment(tmp_path):
+    """Otherwise a rank whose storage hangs could not end by its own clock. A full pipe is the disk; it answers after
+    a minute at most, so that a failure of this test ends."""
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=10.0, start_seconds=300.0)
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(sender, b"x")
+    os.set_blocking(sender, True)
+    with subprocess.Popen(["sh", "-c", WAITS, "sh", str(tmp_path / "answers")], stdin=receiver):
+        os.close(receiver)
+        stacks, began = watchdog._stacks, time.monotonic()
+        with os.fdopen(sender, "w") as watchdog._stacks:
+            assert _within(0.1, watchdog._keep_stacks) is None
+            assert time.monotonic() - began < 30
+            (tmp_path / "answers").touch()
+        watchdog._stacks = stacks
+    watchdog._keep_stacks()
+    assert "test_stacks_that_the_disk" in (tmp_path / "stacks-rank0.txt").read_text()
+    watchdog.close()
+
+
+def test_a_report_that_takes_too_long_is_said_before_the_rank_ends(tmp_path, monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set() if code == EXIT_HANG else None)
+    watchdog = Watchdog(Process(0, 1, torch.device("cpu")), tmp_path, shortest_seconds=10.0, start_seconds=300.0)
+    watchdog._end_for_sure()
+    assert ended.wait(HANG_SECONDS)
+    watchdog.close()
+    assert re.fullmatch(r"error: rank 0 ends, \d+ s after the alarm\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"entries": [{}]}', '{"entries": [{"process_group": []}]}', '{"entries": 1}', "[]", "no JSON"]
+)
+def test_a_report_does_not_depend_on_the_format_of_the_flight_recorder(text, monkeypatch):
+    monkeypatch.setattr(hang_report, "flight_recorders", lambda: {"gloo": text})
+    assert hang_report.collectives_here() == ({"collectives": {}, "peers": []}, f'{{"gloo": {text}}}')

@@ -1,17 +1,20 @@
-"""Losses of a short run, stored per torch release: what changes the training of every layout alike shows here.
+"""Losses of a short run, stored per torch release: what changes the training of every layout shows here.
 
     PYTHONPATH=. python tests/unit/engine/training/test_golden_losses.py
 
 prints the line for the installed release. A change that is meant to alter training replaces the line and says why.
+A run that an earlier commit saved continues as that commit would have continued it, with the losses of that commit.
 """
 
 import json
+import tarfile
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from glm46.config.loader import load_config
 from glm46.operate.launch.train_rank import train
 from glm46.storage.data.tokenizer import load_tokenizer
 from tests.builders import small_config, write_source
@@ -48,6 +51,69 @@ def measure_losses(folder: Path, source: Path) -> list[float]:
 )
 def test_losses_are_those_of_this_torch_release(source_folder, tmp_path):
     assert measure_losses(tmp_path / "out", source_folder) == pytest.approx(LOSSES[RELEASE], rel=TOLERANCE)
+
+
+# Four steps of commit ffdd21b4: dump folder, shards and tokenizer. The same commit then trained two more steps, with
+# the losses and gradient norms below.
+ARCHIVE = Path(__file__).with_name("run_ffdd21b4.tar.xz")
+EARLIER_LOSSES = [5.2146947383880615, 5.050400991288442]
+GRADIENT_NORMS = [1.9425134658813477, 1.9073458909988403]
+CONFIG = """
+[job]
+dump_folder = "run"
+[model]
+flavor = "debug"
+tokenizer_path = "bytes.tiktoken"
+[model.shape]
+vocab_size = 320
+num_hidden_layers = 2
+hidden_size = 16
+intermediate_size = 32
+moe_intermediate_size = 16
+n_routed_experts = 4
+num_experts_per_tok = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 8
+[data]
+document_mask = true
+[[data.sources]]
+name = "lines"
+path = "shards"
+[training]
+steps = 6
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 4
+mixed_precision_param = "float32"
+[optimizer]
+name = "Muon"
+lr = 1e-2
+[lr_scheduler]
+total_tokens = 1024
+warmup_tokens = 256
+[checkpoint]
+interval = 4
+keep_latest_k = 0
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_an_earlier_commit_continues(tmp_path, monkeypatch, capsys):
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG, encoding="utf-8")
+    assert train(load_config(Path("run.toml"))) == 0
+    assert "resumed after step 4, 512 tokens" in capsys.readouterr().out
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]  # the earlier rows are kept
+    assert [row["loss"] for row in rows[4:]] == pytest.approx(EARLIER_LOSSES, rel=TOLERANCE)
+    assert [row["grad_norm"] for row in rows[4:]] == pytest.approx(GRADIENT_NORMS, rel=TOLERANCE)
 
 
 if __name__ == "__main__":

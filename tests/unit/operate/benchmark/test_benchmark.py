@@ -69,3 +69,20 @@ def test_measured_links_join_the_file_of_rates(hosts, measured, tmp_path):
 def test_links_of_one_process_are_refused(capsys):
     assert main(["benchmark", "links"]) == 2
     assert "torchrun --nproc-per-node" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_both_trainers_have_the_same_losses(capfd):
+    """The comparison with TRL."""
+    race = pytest.importorskip("scripts.measure.finetune_with_trl", exc_type=ImportError)
+    race.main(["--flavor", "debug", "--rank", "8", "--rows", "2", "--seq-len", "256", "--steps", "2", "--rounds", "1"])
+    out = capfd.readouterr().out
+    losses = {
+        line.split()[0]: [float(loss) for loss in line.split()[3:]]
+        for line in out.splitlines()
+        if line.startswith(("  glm46  ", "  trl"))
+    }
+    assert len(losses["glm46"]) == 3 and losses["glm46"][0] > losses["glm46"][2]
+    assert losses["glm46"] == pytest.approx(losses["trl"], abs=2e-4)
+    assert "glm46 against trl: speed" in out and "peak memory" in out

@@ -3,6 +3,7 @@
 import gc
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from glm46.compute.optim.compact_state import copy_states, state_parts
 from glm46.compute.optim.optimizers import build_optimizers
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.config.adapter import AdapterConfig
+from glm46.config.loader import load_config
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.activations import (
@@ -544,3 +546,41 @@ def test_keys_travel_where_all_would_take_too_much():
         assert resolved.keys_travel(resolved.shape, (1, length)) == travels
         share = length * keys / math.prod(degrees.values())
         assert held == (2 * share / 8 * (3 + 3 * 2) if travels else (2 * (1 + 1 / 16 - 1 / 8) + 1) * share)
+
+
+RECIPE = Path("train_configs/rl_debug_labels.toml")
+
+
+def memory_of(*overrides: str, ranks: int = 1):
+    return plan_memory(load_config(RECIPE, overrides), ranks, device="cpu")
+
+
+def test_networks_beside_the_policy_are_counted():
+    alone = memory_of()
+    trained = alone.weights + alone.gradients + alone.optimizer
+    assert alone.networks == 0
+    ppo = memory_of("--rl.algorithm", "ppo")
+    assert ppo.networks == pytest.approx(trained)
+    kl = memory_of("--rl.kl.weight", "0.1", "--rl.warm_up_rollouts", "0", "--checkpoint.initial_load_path", "base")
+    assert kl.networks == pytest.approx(alone.weights)
+    assert ppo.total == pytest.approx(alone.total + trained)
+
+
+def test_ranks_with_parts_of_the_policy_hold_a_copy_to_draw_from():
+    cache = 64 * 256 * 2 * 2 * 32 * 2 * 4
+    assert memory_of().generation == cache
+    assert memory_of(ranks=2).generation == pytest.approx(cache + 4 * 311_400, rel=1e-3)
+    servers = ("--rollout.kind", "vllm", "--rollout.urls", '["http://localhost:8000"]')
+    assert memory_of(*servers).generation == 0
+
+
+def test_ranks_that_draw_together_hold_parts_and_gather_one_tensor():
+    cache, copy = memory_of().generation, memory_of(ranks=4).generation - memory_of().generation
+    gate_up, down = 4 * 8 * 96 * 96, 4 * 8 * 96 * 48  # of the one layer with experts
+
+    def generation(axis: str, degree: int) -> float:
+        return memory_of(f"--rollout.{axis}_parallel_degree", str(degree), ranks=4).generation - gate_up
+
+    assert generation("expert", 4) == pytest.approx(cache + copy - 3 / 4 * (gate_up + down))
+    # Norms and routers, less than a hundredth, are whole on both ranks; experts are, too.
+    assert generation("tensor", 2) == pytest.approx(cache / 2 + (copy + gate_up + down) / 2, rel=1e-2)

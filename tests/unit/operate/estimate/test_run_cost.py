@@ -1,13 +1,15 @@
-"""Effective time against the requirement's guide and simulated failures; energy; and what each efficiency changes."""
+"""Cost of a run: effective time, energy, efficiencies, and prices."""
 
 import random
 from pathlib import Path
 
 import pytest
 
+from glm46.cli import main
 from glm46.config.loader import load_config
-from glm46.engine.observe.peaks import accelerator_of
+from glm46.engine.observe.peaks import ACCELERATORS, accelerator_of
 from glm46.operate.estimate import run_cost as page
+from glm46.operate.estimate.prices import PRICES, price_of
 from glm46.operate.estimate.run_cost import RunCost, StageCost, effective_ratio, effective_time, run_cost, sensitivity
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.plan import resolve_plan
@@ -82,3 +84,33 @@ def test_a_lower_efficiency_takes_longer_and_a_share_ends_at_1():
     assert all(less >= whole.days >= more for less, more in days.values())
     assert days["experts"][0] > whole.days > days["experts"][1]
     assert cluster.efficiencies.overlap == 1.0 and days["overlap"][1] == whole.days
+
+
+def test_every_price_is_of_a_known_gpu_and_falls_with_what_one_gives_up():
+    assert {gpu.name for gpu in ACCELERATORS} >= PRICES.keys()
+    for price in PRICES.values():
+        assert price.on_demand > 0
+        assert all(0 < less < price.on_demand for less in price[1:] if less)
+    h100 = PRICES["H100"]
+    assert h100.on_demand > h100.reserved > h100.spot > 0
+
+
+@pytest.mark.slow
+def test_a_plan_takes_prices_of_the_table(capsys):
+    command = ["plan", "--config", "train_configs/air_lora.toml", "--gpu", "H100", "--price"]
+    costs = {}
+    for price in ("on-demand", str(PRICES["H100"].on_demand), "spot"):
+        assert main([*command, price]) == 0
+        costs[price] = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  cost"))
+    first, second, spot = costs.values()
+    assert first == second != spot and f"(at ${PRICES['H100'].spot:.2f})" in spot
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind", "known"), [("B200", "spot", "has on-demand of B200"), ("L4", "spot", "none of L4")]
+)
+def test_a_price_that_is_not_known_is_refused(gpu, kind, known, capsys):
+    with pytest.raises(ValueError, match=known):
+        price_of(accelerator_of(gpu), kind)
+    assert main(["plan", "--config", "train_configs/debug.toml", "--gpu", gpu, "--price", kind]) == 2
+    assert f"--price {kind}: the table of prices" in capsys.readouterr().err
