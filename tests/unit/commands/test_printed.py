@@ -14,7 +14,7 @@ PLANS = {
     "debug": ["train_configs/debug.toml", "--gpu", "H100", "--gpus", "4"],
     "pipeline": [
         "train_configs/glm45_air_pretrain.toml", "--gpu", "H100", "--gpus", "128", "--price", "2.5",
-        "--parallelism.expert_parallel_degree", "8", "--parallelism.pipeline_parallel_degree", "2", 
+        "--parallelism.expert_parallel_degree", "8", "--parallelism.pipeline_parallel_degree", "2",
         "--parallelism.data_parallel_shard_degree", "-1",
     ],
     "rl": ["train_configs/rl_debug_labels.toml", "--gpu", "H100", "--gpus", "8"],

@@ -20,14 +20,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout import servers, sglang_server, weight_group
+from glm46.tasks.rl.rollout import sglang_server, weight_group
 from glm46.tasks.rl.rollout.event_loop import EventLoop, blocking
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError
-from glm46.tasks.rl.rollout.open_requests import answers
-from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.records import Request
 from glm46.tasks.rl.rollout.served_policy import CHANGED, EngineError, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangGroup, SglangServer
 from glm46.tasks.rl.rollout.weight_group import WeightSender
+from tests.unit.tasks.rl.rollout.sent_weights import (
+    PROBE,
+    REQUESTS,
+    RULES,
+    SOON,
+    WAIT,
+    SentWeights,
+    set_waits,
+)
 from tests.unit.tasks.rl.rollout.sglang_contract import (
     WHEEL_SHA256,
     WHEEL_VARIABLE,
@@ -35,25 +43,17 @@ from tests.unit.tasks.rl.rollout.sglang_contract import (
     read_wheel,
 )
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
-from tests.unit.tasks.rl.rollout.stub_server import STOP, generate, scores
+from tests.unit.tasks.rl.rollout.stub_server import scores
 from tests.unit.tasks.rl.rollout.test_weight_group import Apart
-from tests.unit.tasks.rl.rollout.waiting import asyncio_loop, run, servers_of
+from tests.unit.tasks.rl.rollout.waiting import asyncio_loop, run
 from tests.wheels import download
 
-RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 ROUTED = RULES._replace(routes=True)
-PROBE = [[5, 6, 7, 8], [9, 10, 11]]
-REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
-WAIT, SOON = 2.0, 60.0
-"""Seconds: where a wait is to be exhausted, and where no wait is, also on a busy machine."""
 
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 10 * SOON)
-    monkeypatch.setattr(weight_group, "_FOR_A_REASON", 0.5)
-    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1000)
+    set_waits(monkeypatch)
     monkeypatch.setattr(sglang_server, "QUICK_SECONDS", SOON)
 
 
@@ -69,12 +69,16 @@ def wheel(tmp_path_factory) -> Iterator[Path]:
 
 
 def tensors(shift: float = 0.0) -> list[tuple[str, torch.Tensor]]:
-    """Of several types and odd lengths, one larger than a bucket; some are views."""
+    """Tensors as in `sent_weights`, with the small types first and the one that is larger than a bucket last."""
     generator = torch.Generator().manual_seed(0)
-    found = [("byte", torch.randn(7, 9, generator=generator).to(torch.float8_e4m3fn))]
-    found += [(f"half {n}", torch.randn(3, 5, generator=generator).bfloat16().t()) for n in range(5)]
-    found += [(f"layer {n}", shift + torch.randn(n % 5 + 1, 7, generator=generator)) for n in range(20)]
-    return [*found, ("bias", torch.randn(3, generator=generator)), ("large", torch.randn(40, 30, generator=generator))]
+    byte = ("byte", torch.randn(7, 9, generator=generator).to(torch.float8_e4m3fn))
+    halves = [(f"half {n}", torch.randn(3, 5, generator=generator).bfloat16().t()) for n in range(5)]
+    layers = [(f"layer {n}", shift + torch.randn(n % 5 + 1, 7, generator=generator)) for n in range(20)]
+    bias = ("bias", torch.randn(3, generator=generator))
+    return [byte, *halves, *layers, bias, ("large", torch.randn(40, 30, generator=generator))]
+
+
+Sent = partial(SentWeights, SglangServer, weights=tensors)
 
 
 def check_equal(found, expected) -> None:
@@ -82,35 +86,6 @@ def check_equal(found, expected) -> None:
     for (_, one), (_, other) in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-class Sent:
-    """A pool of SGLang servers that get the tensors, as `ServerEngine` sends them."""
-
-    def __init__(self, stubs, *, restart=10 * SOON):
-        self.lines, self.shift = [], 0.0
-        servers = [SglangServer(stub.url, range(0)) for stub in stubs]
-        waits = {"deadline": 10 * SOON, "restart": restart}
-        self.pool = servers_of(servers, rules=RULES, max_tokens=8, max_running=1024, say=self.lines.append, **waits)
-
-    def update(self, version: int) -> None:
-        self.pool.send = self.send
-        run(self.pool.update(Weights(version, None, PROBE, scores(version, PROBE))))
-        self.pool.send = None
-
-    async def send(self, groups) -> None:
-        await blocking(partial(self.broadcast, groups))
-
-    def broadcast(self, groups) -> None:
-        sender = WeightSender(groups)
-        for name, tensor in tensors(self.shift):
-            sender.add(name, tensor)
-        sender.end()
-
-    def check_generates(self) -> None:
-        found = run(answers(self.pool, REQUESTS, RULES))
-        assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
-        assert all(one.spans == [(0, self.pool.version)] for one in found)
 
 
 @pytest.mark.slow
@@ -252,18 +227,18 @@ def test_server_whose_workers_do_not_join_does_not_hold_up_the_others(stubs):
 @pytest.mark.slow
 def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatch):
     stubs[0].breaks_at, stubs[0].breaks_by = 15, "stall"
-    sent, send, began = Sent(stubs), Sent.send, time.monotonic()
+    sent, send, began = Sent(stubs), SentWeights.send, time.monotonic()
 
     async def bounded(self, groups) -> None:
         groups[0]._wait = WAIT
         await send(self, groups)
 
-    monkeypatch.setattr(Sent, "send", bounded)
+    monkeypatch.setattr(SentWeights, "send", bounded)
     sent.update(1)
     assert time.monotonic() - began < SOON and stubs[1].version == 1
     assert "/continue_generation" not in stubs[0].paths()
     sent.check_generates()
-    monkeypatch.setattr(Sent, "send", send)
+    monkeypatch.setattr(SentWeights, "send", send)
     stubs[0].stalls = False
     sent.update(2)
     assert stubs[0].version == 2, sent.lines

@@ -19,75 +19,34 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.files.threads import in_thread
-from glm46.tasks.rl.rollout import servers, vllm_server, weight_group
-from glm46.tasks.rl.rollout.event_loop import blocking
+from glm46.tasks.rl.rollout import vllm_server, weight_group
 from glm46.tasks.rl.rollout.http_calls import CallError
-from glm46.tasks.rl.rollout.open_requests import answers
-from glm46.tasks.rl.rollout.records import Request, SamplingRules
-from glm46.tasks.rl.rollout.served_policy import EngineError, Weights
+from glm46.tasks.rl.rollout.served_policy import EngineError
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
-from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
+from glm46.tasks.rl.rollout.weight_group import WeightGroup
 from tests.processes import wait_until
-from tests.unit.tasks.rl.rollout.stub_server import STOP, JoinedReceiver, digest, generate, glm_weights, scores
-from tests.unit.tasks.rl.rollout.waiting import call, run, servers_of
+from tests.unit.tasks.rl.rollout.sent_weights import (
+    SOON,
+    WAIT,
+    SentWeights,
+    broadcast,
+    set_waits,
+    tensors,
+)
+from tests.unit.tasks.rl.rollout.stub_server import JoinedReceiver, digest, glm_weights
+from tests.unit.tasks.rl.rollout.waiting import call, run
 
-PROBE = [[5, 6, 7, 8], [9, 10, 11]]
-REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
-RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 ROOT = Path(__file__).parents[5]
-WAIT = 2.0
-"""Seconds, where a wait is to be exhausted."""
-SOON = 60.0
-"""Seconds, also on a busy machine; a wait that no test wants to be exhausted is ten times as long."""
+
+
+Sent = partial(SentWeights, VllmServer)
 
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    monkeypatch.setattr(servers, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 10 * SOON)
-    monkeypatch.setattr(weight_group, "_FOR_A_REASON", 0.5)
+    set_waits(monkeypatch)
     monkeypatch.setattr(vllm_server, "QUICK_SECONDS", SOON)
     monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", SOON)
-    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1000)
-
-
-def tensors() -> list[tuple[str, torch.Tensor]]:
-    """Of several types, odd lengths and one larger than a bucket; some are views."""
-    generator = torch.Generator().manual_seed(0)
-    found = [(f"layer {n}", torch.randn(n % 5 + 1, 7, generator=generator)) for n in range(20)]
-    found += [(f"half {n}", torch.randn(3, 5, generator=generator).bfloat16().t()) for n in range(5)]
-    found += [("bias", torch.randn(3, generator=generator)), ("large", torch.randn(40, 30, generator=generator))]
-    return [*found, ("byte", torch.randn(7, 9, generator=generator).to(torch.float8_e4m3fn))]
-
-
-class Sent:
-    """A pool whose servers get the tensors, as `ServerEngine` sends them."""
-
-    def __init__(self, stubs, *, deadline=10 * SOON, restart=10 * SOON):
-        self.lines: list[str] = []
-        servers = [VllmServer(stub.url, range(0)) for stub in stubs]
-        waits = {"deadline": deadline, "restart": restart}
-        self.pool = servers_of(servers, rules=RULES, max_tokens=8, max_running=1024, say=self.lines.append, **waits)
-
-    def update(self, version: int) -> None:
-        self.pool.send = self.send
-        run(self.pool.update(Weights(version, None, PROBE, scores(version, PROBE))))
-        self.pool.send = None
-
-    async def send(self, groups) -> None:
-        await blocking(partial(self.broadcast, groups))
-
-    @staticmethod
-    def broadcast(groups) -> None:
-        sender = WeightSender(groups)
-        for name, tensor in tensors():
-            sender.add(name, tensor)
-        sender.end()
-
-    def generates(self) -> None:
-        found = run(answers(self.pool, REQUESTS, RULES))
-        assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
-        assert all(one.spans == [(0, self.pool.version)] for one in found)
 
 
 def test_all_workers_of_all_replicas_of_all_servers_get_all_tensors(stubs):
@@ -103,7 +62,7 @@ def test_all_workers_of_all_replicas_of_all_servers_get_all_tensors(stubs):
                     assert torch.equal(tensor.view(torch.uint8), value.contiguous().view(torch.uint8))
             paths = stub.paths()
             assert paths.index("/pause?mode=keep") < paths.index("/resume")
-        sent.generates()
+        sent.check_generates()
 
 
 @pytest.mark.parametrize("where", [15, "loaded"])
@@ -136,7 +95,7 @@ def test_a_worker_that_fails_behind_the_answer_of_another_replica_is_seen(stubs)
         return "loaded"
 
     group.join(1, lambda invitation: in_thread(partial(load, invitation)))
-    Sent.broadcast([group])
+    broadcast([group], tensors())
     check = group._store.check
 
     def check_and_tell(names: list[str]) -> bool:
@@ -197,7 +156,7 @@ def test_update_after_one_that_broke_anywhere_succeeds(apart, monkeypatch, where
     assert "is excluded" in excluded[0] and "generates with version 1" in last
     assert all("is excluded" in line or "waiting for" in line for line in excluded)
     assert apart.set() == {"version": 1, "digests": [digest(tensors())] * 2}
-    sent.generates()
+    sent.check_generates()
     sent.update(2)  # in step
     assert apart.set()["version"] == 2
 
@@ -210,7 +169,7 @@ def test_server_that_is_killed_in_the_broadcast_is_excluded_at_once_and_comes_ba
     sent.update(1)
     assert time.monotonic() - began < SOON and stubs[0].version == 1
     assert len(sent.lines) == 2 and apart.url in "".join(line for line in sent.lines if "is excluded" in line)
-    sent.generates()
+    sent.check_generates()
     apart.process.wait()
     back = Apart(apart.port)
     sent.update(2)
@@ -225,14 +184,14 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
 
     async def send(groups) -> None:
         groups[0]._wait = WAIT
-        await Sent.send(sent, groups)
+        await SentWeights.send(sent, groups)
 
     sent.send = send
     sent.update(1)
     assert time.monotonic() - began < SOON
     assert len(sent.lines) == 2 and stubs[0].url in sent.lines[0] + sent.lines[1]
     assert "/resume" not in stubs[0].paths() and stubs[1].version == 1  # its weights are neither old nor new
-    sent.generates()
+    sent.check_generates()
     assert not stubs[0].generated  # outside of an update nobody broadcasts
     stubs[0].stalls = False
     del sent.send
@@ -329,7 +288,7 @@ def test_server_whose_store_does_not_start_in_time_is_excluded_and_comes_back(st
     sent = Sent(stubs[:1])
     sent.update(1)
     assert "timed out after 500ms" in sent.lines[0] and "generates with version 1" in sent.lines[-1]
-    sent.generates()
+    sent.check_generates()
 
 
 @pytest.mark.slow
@@ -445,4 +404,4 @@ def test_server_with_other_weights_than_those_sent_is_found_out(stubs):
     sent.update(0)
     sent.update(1)
     assert "differ from the trainer's" in sent.lines[-1] and stubs[0].url in sent.lines[-1]
-    sent.generates()
+    sent.check_generates()
