@@ -92,7 +92,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if (module, name) in _PATHS:
             return _PATHS[module, name]
-        if (module, name) == ("builtins", "getattr"):
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):  # the second up to protocol 2
             return _enum_member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
