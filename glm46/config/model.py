@@ -36,7 +36,7 @@ class RopeScalingConfig(Section):
 
 
 class ModelShape(Section):
-    """All numbers that define the parameters and the arithmetic of a GLM-4.5, 4.6, 4.7 or 4.7-Flash model."""
+    """All numbers that define the parameters and the arithmetic of a GLM-4.5 to GLM-5.2 model."""
 
     vocab_size: int = Field(ge=1)
     """Rows of embedding and head, padding rows included."""
@@ -93,6 +93,20 @@ class ModelShape(Section):
     v_head_dim: int | None = Field(None, ge=1)
     """Latent attention: width of a value head, which is ``head_dim``."""
 
+    index_n_heads: int | None = Field(None, ge=1)
+    """Sparse attention, GLM-5: heads of the indexer, which chooses the keys of each query. Set this and the next two
+    keys together, with those of latent attention; without them each query attends to all keys before it."""
+
+    index_head_dim: int | None = Field(None, ge=2)
+    """Sparse attention: width of an index head, whose first ``qk_rope_head_dim`` values are rotated."""
+
+    index_topk: int | None = Field(None, ge=1)
+    """Sparse attention: maximum number of keys that a query attends to."""
+
+    indexer_types: Annotated[tuple[Literal["full", "shared"], ...] | None, Needs("index_topk")] = None
+    """Sparse attention: for each decoder layer, "full" if it has an indexer, "shared" if it uses the keys that the
+    last layer with an indexer chose. Absent: each layer has an indexer, as in GLM-5 and 5.1."""
+
     use_qk_norm: bool
     """RMSNorm of queries and keys per head, before the rotation. True for GLM-4.5 and 4.6, false for Air."""
 
@@ -131,6 +145,16 @@ class ModelShape(Section):
     def is_latent(self) -> bool:
         """True for multi-head latent attention, whose heads are made from a latent of each token."""
         return self.kv_lora_rank is not None
+
+    @property
+    def is_sparse(self) -> bool:
+        """True for sparse attention, in which an indexer chooses the keys of each query."""
+        return self.index_topk is not None
+
+    def has_indexer(self, layer: int) -> bool:
+        """Return whether a decoder layer chooses keys itself; prediction layers, numbered last, all do."""
+        types = self.indexer_types or ()
+        return self.is_sparse and (layer >= len(types) or types[layer] == "full")
 
     @property
     def has_key_heads(self) -> bool:

@@ -2,7 +2,7 @@
 docs/model.md."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.run_config import RunConfig
@@ -53,6 +53,48 @@ _FLASH: dict[str, Any] = dict(
     num_nextn_predict_layers=1,
 )
 
+_GLM_5: dict[str, Any] = _FLASH | dict(
+    hidden_size=6144,
+    num_hidden_layers=78,
+    first_k_dense_replace=3,
+    intermediate_size=12288,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    routed_scaling_factor=2.5,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    q_lora_rank=2048,
+    index_n_heads=32,
+    index_head_dim=128,
+    index_topk=2048,
+)
+
+_DEBUG_FLASH: dict[str, Any] = _FLASH | dict(
+    vocab_size=8192,
+    hidden_size=256,
+    num_hidden_layers=2,
+    intermediate_size=768,
+    moe_intermediate_size=128,
+    n_routed_experts=16,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=48,
+    qk_rope_head_dim=16,
+    v_head_dim=64,
+    max_position_embeddings=2048,
+    rope_theta=10000.0,
+)
+
+
+def indexer_types(layers: int, frequency: int, offset: int) -> tuple[Literal["full", "shared"], ...]:
+    """Return which layers have an indexer: the first ``offset``, then one of ``frequency``."""
+    return tuple("shared" if max(index - offset + 1, 0) % frequency else "full" for index in range(layers))
+
+
 PRESETS: dict[str, ModelShape] = {
     "GLM-4.6": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
     "GLM-4.7": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
@@ -71,6 +113,16 @@ PRESETS: dict[str, ModelShape] = {
         )
     ),
     "GLM-4.7-Flash": ModelShape(**_FLASH),
+    "GLM-5": ModelShape(**_GLM_5),
+    "GLM-5.1": ModelShape(**_GLM_5),
+    "GLM-5.2": ModelShape(
+        **_GLM_5
+        | dict(
+            indexer_types=indexer_types(78, frequency=4, offset=3),
+            rope_theta=8_000_000.0,
+            max_position_embeddings=1_048_576,
+        )
+    ),
     # GLM-4.6 with fewer, narrower layers: the width-to-depth and expert ratios stay near the original's.
     "100B": ModelShape(
         **_GLM_45
@@ -137,25 +189,17 @@ PRESETS: dict[str, ModelShape] = {
         )
     ),
     # Two layers with every part of GLM-4.7-Flash.
-    "debug-flash": ModelShape(
-        **_FLASH
+    "debug-flash": ModelShape(**_DEBUG_FLASH),
+    # Five layers with every part of GLM-5.2; documents longer than 64 tokens are attended to in part.
+    "debug-glm5": ModelShape(
+        **_DEBUG_FLASH
         | dict(
-            vocab_size=8192,
-            hidden_size=256,
-            num_hidden_layers=2,
-            intermediate_size=768,
-            moe_intermediate_size=128,
-            n_routed_experts=16,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=64,
-            q_lora_rank=96,
-            kv_lora_rank=64,
-            qk_nope_head_dim=48,
-            qk_rope_head_dim=16,
-            v_head_dim=64,
-            max_position_embeddings=2048,
-            rope_theta=10000.0,
+            num_hidden_layers=5,
+            routed_scaling_factor=2.5,
+            index_n_heads=4,
+            index_head_dim=32,
+            index_topk=64,
+            indexer_types=indexer_types(5, frequency=2, offset=2),
         )
     ),
 }
@@ -171,11 +215,8 @@ RELATIVES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("GLM-4.6V-Flash",),
         ("glm46v",),
     ),
-    ", GLM-5: missing here are latent attention of chosen keys and the indexer that chooses them": (
-        ("GLM-5",),
-        ("glm_moe_dsa",),
-    ),
-    ", GLM-5.3-Flash: missing here are linear attention and the vision tower": (("GLM-5.3-Flash",), ("glm5_next",)),
+    ", GLM-5.3-Flash: missing here are linear attention, sparse attention over pools of keys, four residual streams "
+    "and the vision tower": (("GLM-5.3-Flash",), ("glm5_next",)),
 }
 """Other models of the family: description and missing parts -> beginnings of their names, and values of
 ``model_type``."""

@@ -72,6 +72,42 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
 
 
 @rule
+def indexer_keys_fit_together(shape: ModelShape) -> Faults:
+    """Sparse attention has all of its keys, latent attention below it, and an indexer in the first layer."""
+    keys = ("index_n_heads", "index_head_dim", "index_topk")
+    missing = [f"model.shape.{key}" for key in keys if getattr(shape, key) is None]
+    if missing:
+        if len(missing) < len(keys):
+            yield fault(
+                f"`{missing[0]}`: is absent, and other keys of sparse attention are there; set it, or take the flavor "
+                "GLM-5.2",
+                *missing,
+            )
+        return
+    if not shape.is_latent:
+        yield fault("`model.shape.index_topk`: needs latent attention; set `model.shape.kv_lora_rank` and its keys")
+        return
+    if shape.sliding_window is not None:
+        yield fault("`model.shape.index_topk`: is not possible with `model.shape.sliding_window`; remove one of them")
+    rotated = shape.qk_rope_head_dim or 0
+    if (shape.index_head_dim or 0) < rotated:
+        yield fault(
+            "`model.shape.index_head_dim`: must be at least `model.shape.qk_rope_head_dim`, the part that is rotated; "
+            f"take {rotated} or more"
+        )
+    types = shape.indexer_types
+    if types is not None and len(types) != shape.num_hidden_layers:
+        yield fault(
+            f"`model.shape.indexer_types`: has {len(types)} entries and must have one for each of "
+            f"`model.shape.num_hidden_layers`; take {shape.num_hidden_layers} entries"
+        )
+    elif types is not None and types[0] != "full":
+        yield fault(
+            '`model.shape.indexer_types`: the first layer has no choice of keys to share; begin the list with "full"'
+        )
+
+
+@rule
 def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
     """Expert rows begin at multiples of 16 bytes."""
     for key, entries, broken in unaligned_experts(shape, config.training.mixed_precision_param):

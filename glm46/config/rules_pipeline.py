@@ -26,6 +26,19 @@ def every_stage_has_a_layer(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 @rule
+def every_stage_starts_with_an_indexer(config: RunConfig, shape: ModelShape) -> Faults:
+    """Under sparse attention each pipeline stage starts with a layer that chooses keys: no choice is sent."""
+    layout = config.parallelism
+    starts = sum(shape.has_indexer(index) for index in range(shape.num_hidden_layers))
+    if shape.is_sparse and layout.pipeline_parallel_degree > 1 and starts < layout.stages <= shape.num_hidden_layers:
+        yield fault(
+            f"`parallelism.pipeline_parallel_degree`: makes {layout.stages} stages; only {counted(starts, 'layer')} "
+            'of `model.shape.indexer_types` can start one, those that are "full"; lower it',
+            "model.shape.indexer_types",
+        )
+
+
+@rule
 def steps_of_recomputation_fit_a_stage(config: RunConfig, shape: ModelShape) -> Faults:
     """every_n_layers is not above the number of layers of a pipeline stage."""
     layout = config.parallelism

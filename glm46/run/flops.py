@@ -12,7 +12,7 @@ from math import expm1
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
-from glm46.run.parameters import Parameter, active_elements, active_matrices, adapter_rows, layer_counts
+from glm46.run.parameters import Parameter, active_elements, active_matrices, adapter_rows, indexer_counts, layer_counts
 
 _TRAINING_OVER_FORWARD = 3
 _FROZEN_OVER_FORWARD = 2
@@ -39,8 +39,11 @@ class TrainingFlops:
 
 def matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterConfig | None = None) -> float:
     """Count the FLOPs per token of products with these rows. Under an adapter they are frozen and have no weight
-    gradient."""
-    return _product_flops(active_elements(rows, shape), adapter)
+    gradient; indexers are always frozen."""
+    by_part = [(active_elements([row], shape), row.part == "indexer") for row in rows]
+    indexer = sum(weights for weights, is_indexer in by_part if is_indexer)
+    others = sum(weights for weights, is_indexer in by_part if not is_indexer)
+    return _product_flops(others, adapter) + _indexer_flops(indexer)
 
 
 def _product_flops(weights: int, adapter: AdapterConfig | None = None) -> float:
@@ -48,12 +51,17 @@ def _product_flops(weights: int, adapter: AdapterConfig | None = None) -> float:
     return float(forwards * _FLOPS_PER_MULTIPLY_ADD * weights)
 
 
-def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float:
-    """Average the number of keys that a query attends to over a sequence: half the sequence, or less under a sliding
-    window or with documents."""
+def _indexer_flops(weights: int) -> float:
+    """Count the FLOPs per token of an indexer's products. It is frozen, and gives its inputs no gradient."""
+    return float(_FLOPS_PER_MULTIPLY_ADD * weights)
+
+
+def _mean_keys(max_keys: int | None, seq_len: int, document: float | None) -> float:
+    """Average the number of keys that a query attends to over a sequence: half the sequence, or less with documents or
+    if a query attends to at most ``max_keys``."""
     if not seq_len:
         return 0.0
-    window = min(shape.sliding_window or seq_len, seq_len)
+    window = min(max_keys or seq_len, seq_len)
     if document is None:
         return window - window * window / (2 * seq_len)
     # With exponential lengths the distance to the start of the document is exponential too, limited by the start of
@@ -69,14 +77,30 @@ def pair_flops(shape: ModelShape) -> float:
     return float(_TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width)
 
 
+def _max_keys(shape: ModelShape) -> int | None:
+    """Return the maximum number of keys that a query attends to."""
+    return shape.sliding_window or shape.index_topk
+
+
+def _index_share(shape: ModelShape) -> float:
+    """Return the FLOPs of scoring a key for a query by the indexers, on average over all layers, as a share of
+    `pair_flops`. Indexers are frozen, so their scores have no backward."""
+    if not shape.is_sparse:
+        return 0.0
+    score = _FLOPS_PER_MULTIPLY_ADD * (shape.index_n_heads or 0) * (shape.index_head_dim or 0)
+    return sum(indexer_counts(shape)) / sum(layer_counts(shape)) * score / pair_flops(shape)
+
+
 def attention_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
-    """Count the FLOPs per token and layer of scores and weighted values, forward and backward.
+    """Count the FLOPs per token and layer of scores and weighted values, forward and backward; under sparse attention
+    those of chosen keys, and the scores of indexers.
 
     Args:
         seq_len: tokens of a row.
         document: mean tokens of a document, assuming exponential lengths; None: each row is one document.
     """
-    return pair_flops(shape) * _mean_keys(shape, seq_len, document)
+    keys = _mean_keys(_max_keys(shape), seq_len, document)
+    return pair_flops(shape) * (keys + _index_share(shape) * _mean_keys(None, seq_len, document))
 
 
 @dataclass(frozen=True)
@@ -94,8 +118,10 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     weights = active_matrices(shape)
     dense = _product_flops(weights.dense) + attention
     moe = _product_flops(weights.moe) + attention
+    indexer = _indexer_flops(weights.indexer)
     flops_of_layers = [
-        dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)
+        (dense if index < shape.first_k_dense_replace else moe) + indexer * shape.has_indexer(index)
+        for index in range(shape.num_hidden_layers)
     ]
     return LayerFlops(flops_of_layers, _product_flops(weights.head) + total.mtp)
 
@@ -114,10 +140,13 @@ def training_flops(
     head = _product_flops(weights.head, adapter)
     dense = _product_flops(weights.dense, adapter)
     moe = _product_flops(weights.moe, adapter)
-    mtp = _product_flops(weights.mtp, adapter)
+    mtp = _product_flops(weights.mtp, adapter) + _indexer_flops(weights.indexer)
     adapters = 0 if adapter is None else active_elements(adapter_rows(shape, adapter).values(), shape)
     return TrainingFlops(
-        matrices=dense_layers * dense + moe_layers * moe + head,
+        matrices=dense_layers * dense
+        + moe_layers * moe
+        + indexer_counts(shape)[0] * _indexer_flops(weights.indexer)
+        + head,
         adapters=_product_flops(adapters),
         attention=shape.num_hidden_layers * attention,
         mtp=mtp_layers * (mtp + attention + head),
@@ -128,7 +157,7 @@ def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: Adapte
     """Count the FLOPs of forward and backward for tokens with this number of attention pairs.
 
     Args:
-        half_pairs: sum of `document_half_pairs` over the documents. With one document per row the result is the total
+        half_pairs: sum of `attended_half_pairs` over the documents. With one document per row the result is the total
             of `training_flops` times the tokens.
     """
     attention = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
@@ -145,6 +174,17 @@ def document_half_pairs(length, window: int | None):
     # min(length, window), also for tensors
     reach = length if window is None else length - (length - window) * (length > window)
     return 2 * reach * length - reach * reach
+
+
+def attended_half_pairs(length, shape: ModelShape):
+    """Compute `document_half_pairs` of the keys that a model of this shape attends to. Under sparse attention, scores
+    of indexers count as the pairs that cost as much.
+
+    Args:
+        length: see `document_half_pairs`.
+    """
+    pairs = document_half_pairs(length, _max_keys(shape))
+    return pairs + _index_share(shape) * document_half_pairs(length, None) if shape.is_sparse else pairs
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:

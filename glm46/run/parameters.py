@@ -30,10 +30,11 @@ DECODING_BYTES = 6
 class Parameter:
     """Row of the table: a parameter or buffer that occurs once in its part of the model."""
 
-    part: Literal["embedding", "head", "value", "layer", "dense", "moe", "mtp"]
-    """Part of the model. layer: every decoder layer and the block inside every MTP layer. dense, moe: the feed-forward
-    network of such a layer. head: the final norm and the output head. value: the head of a value network, which
-    replaces the output head and the MTP layers. mtp: an MTP layer without its block."""
+    part: Literal["embedding", "head", "value", "layer", "indexer", "dense", "moe", "mtp"]
+    """Part of the model. layer: every decoder layer and the block inside every MTP layer. indexer: the indexer of such
+    a layer, if it has one. dense, moe: the feed-forward network of such a layer. head: the final norm and the output
+    head. value: the head of a value network, which replaces the output head and the MTP layers. mtp: an MTP layer
+    without its block."""
     name: str
     """Name in this project, inside the part."""
     hf_names: tuple[str, ...]
@@ -145,11 +146,14 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     V vocabulary, D hidden, H width of all query heads, K width of all key heads, C width of one head, I width of a
     dense layer, E experts, F width of one expert, S width of the shared experts. Latent attention: Q and L widths of
     the latents of queries and of keys and values, LR width of L and the rotated key, N width of the unrotated part of a
-    head, NC width of the unrotated parts and values of all heads.
+    head, NC width of the unrotated parts and values of all heads. Sparse attention: G index heads, J width of one, GJ
+    width of all.
     """
     width = shape.moe_intermediate_size
     heads = shape.num_attention_heads
     unrotated = shape.qk_nope_head_dim or 0
+    index_heads = shape.index_n_heads or 0
+    index_width = shape.index_head_dim or 0
     return {
         "V": shape.vocab_size,
         "D": shape.hidden_size,
@@ -162,6 +166,9 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "LR": shape.latent_width,
         "N": unrotated,
         "NC": heads * (unrotated + (shape.v_head_dim or 0)),
+        "G": index_heads,
+        "J": index_width,
+        "GJ": index_heads * index_width,
         "I": shape.intermediate_size,
         "E": shape.n_routed_experts,
         "F": width,
@@ -210,6 +217,8 @@ _LATENT: dict[str, Any] = dict(group="attention", needs="is_latent")
 _UP: dict[str, Any] = _LATENT | dict(tensor_dim=0)
 _DOWN: dict[str, Any] = _LATENT | dict(fp8_family="self_attn[.](q_a_proj|kv_a_proj_with_mqa)")
 _O: dict[str, Any] = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
+# Servers keep the same choice of keys only with these weights in BF16.
+_INDEXER: dict[str, Any] = dict(part="indexer", group="indexer", optimizer="adamw", needs="is_sparse")
 _EXPERT: dict[str, Any] = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
 _SELECTION_BIAS = "e_score_correction_bias"
 
@@ -241,6 +250,11 @@ PARAMETERS = (
     _same("layer", "self_attn.o_proj.weight", "D H", **_O),
     _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
     _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),
+    _same(name="self_attn.indexer.wq_b.weight", dims="GJ Q", **_INDEXER),
+    _same(name="self_attn.indexer.wk.weight", dims="J D", **_INDEXER),
+    _same(name="self_attn.indexer.k_norm.weight", dims="J", initial="ones", **_INDEXER),
+    _same(name="self_attn.indexer.k_norm.bias", dims="J", initial="zeros", **_INDEXER),
+    _same(name="self_attn.indexer.weights_proj.weight", dims="G D", **_INDEXER),
     *_swiglu("dense", "mlp", "I", "dense feed-forward"),
     Parameter("moe", "mlp.router.weight", ("mlp.gate.weight",), "E D", "router"),
     # Updated by the load of the experts, not by a gradient.
@@ -362,7 +376,9 @@ def describe_base(shape: ModelShape, base_dtype: str) -> str:
 
 
 _PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")
-_SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys(("layer", "dense", "moe"), "layer")
+_SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys(
+    ("layer", "indexer", "dense", "moe"), "layer"
+)
 _SCOPES["mtp"] = "mtp"
 _BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER_PARAMETERS, *_SCALES.values())}
 
@@ -384,13 +400,24 @@ def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
     return [row for row in PARAMETERS if row.part in parts and row.exists_in(shape)]
 
 
-_LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", "layer", "moe")}
+_LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", "layer", "indexer", "moe")}
 
 
-def layer_rows(shape: ModelShape, kind: str) -> list[Parameter]:
+def layer_rows(shape: ModelShape, kind: str, *, has_indexer: bool = False) -> list[Parameter]:
     """Return the rows of a layer: "dense", "moe", or "mtp" with its block, without embedding and head, which it shares
-    with the main model."""
-    return part_rows(shape, *_LAYERS[kind])
+    with the main model.
+
+    Args:
+        has_indexer: the layer chooses keys, see `ModelShape.has_indexer`; a prediction layer of sparse attention always
+            does.
+    """
+    return part_rows(shape, *_LAYERS[kind], *(["indexer"] if has_indexer else []))
+
+
+def indexer_counts(shape: ModelShape) -> tuple[int, int]:
+    """Return the numbers of indexers in decoder layers and in MTP layers."""
+    layers = sum(shape.has_indexer(index) for index in range(shape.num_hidden_layers))
+    return layers, shape.num_nextn_predict_layers if shape.is_sparse else 0
 
 
 def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
@@ -405,11 +432,13 @@ def active_elements(rows: Iterable[Parameter], shape: ModelShape) -> int:
 
 
 class ActiveMatrices(NamedTuple):
-    """`active_elements` of a layer of each kind, and of the head."""
+    """`active_elements` of a layer of each kind, of an indexer, and of the head."""
 
     dense: int
+    """Without an indexer, like the next two."""
     moe: int
     mtp: int
+    indexer: int
     head: int
 
 
@@ -418,7 +447,8 @@ def active_matrices(shape: ModelShape) -> ActiveMatrices:
     return ActiveMatrices(
         dense=active_elements(layer_rows(shape, "dense"), shape),
         moe=active_elements(layer_rows(shape, "moe"), shape),
-        mtp=active_elements(layer_rows(shape, "mtp"), shape),
+        mtp=active_elements(part_rows(shape, "mtp", "layer", "moe"), shape),
+        indexer=active_elements(part_rows(shape, "indexer"), shape),
         head=active_elements(part_rows(shape, "head"), shape),
     )
 
@@ -428,11 +458,13 @@ def named_rows(shape: ModelShape, head: Head = "lm") -> dict[str, Parameter]:
     dense, moe, mtp = layer_counts(shape)
     absent_head = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]
     prefixes = [("", part_rows(shape, "embedding"))]
-    prefixes += [(f"layers.{index}.", layer_rows(shape, "dense")) for index in range(dense)]
-    prefixes += [(f"layers.{dense + index}.", layer_rows(shape, "moe")) for index in range(moe)]
+    for index in range(dense + moe):
+        kind = "dense" if index < dense else "moe"
+        prefixes.append((f"layers.{index}.", layer_rows(shape, kind, has_indexer=shape.has_indexer(index))))
     prefixes.append(("", [row for row in part_rows(shape, "head", "value") if row.name != absent_head]))
     for index in range(mtp):
-        prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", layer_rows(shape, "moe"))]
+        block = layer_rows(shape, "moe", has_indexer=shape.is_sparse)
+        prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", block)]
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
 
 

@@ -30,13 +30,14 @@ def rank_of_stage(parallelism: ParallelismConfig, stage: int) -> int:
 @cache  # plans need the same split repeatedly; with many stages it takes a tenth of a second
 def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, ...]:
     """Assign consecutive layers to each stage, at least one each, so that the most expensive stage is as cheap as
-    possible, then the other stages are as even as possible.
+    possible, then the other stages are as even as possible. Under sparse attention a stage starts with a layer that has
+    an indexer, so that no choice of keys is sent.
 
     The cost is the cost of the matrix products of a token. Dense, MoE and MTP layers and the head cost different
     amounts; MTP layers and the head are on the last stage.
 
     Args:
-        stages: at most the number of layers.
+        stages: at most the number of layers, or of layers with an indexer.
         seq_len: tokens per sequence; the cost of attention depends on it.
     """
     costs = layer_flops(shape, seq_len)
@@ -44,6 +45,8 @@ def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, .
     layers = shape.num_hidden_layers
 
     def cost(start: int, stop: int) -> float:
+        if shape.is_sparse and not shape.has_indexer(start):
+            return inf
         return cumulative[stop] - cumulative[start] + (costs.head_and_mtp if stop == layers else 0.0)
 
     max_cost, _ = _cheapest_split(layers, stages, cost, max)

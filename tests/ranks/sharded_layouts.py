@@ -67,6 +67,10 @@ LATENT = {
     "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "q_lora_rank": 20, "kv_lora_rank": 11,
 }  # fmt: skip
 """Latent attention; some widths are odd."""
+SPARSE = LATENT | {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 5}
+"""Sparse attention of fewer keys than most documents have."""
+INDEXERS = {3: ["full", "full", "shared"], 5: ["full", "full", "full", "shared", "full"]}
+"""By number of layers: one layer shares a choice, and each of four stages can begin with an indexer."""
 FOLDERS = {"float8": FP8_SCHEMES["fp8-block"], "int4": Int4(32)}
 DEPTHS, VOCABULARY = SHAPE["num_nextn_predict_layers"], SHAPE["vocab_size"]
 
@@ -117,6 +121,8 @@ class Layout(NamedTuple):
     """Parts in which tokens travel."""
     latent: bool = False
     """The attention is that of GLM-4.7-Flash."""
+    sparse: bool = False
+    """The attention is that of GLM-5."""
 
     @property
     def layers(self) -> int:
@@ -132,7 +138,7 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.base, self.adapted, self.routes, self.latent
+        return *options, self.adapter, self.base, self.adapted, self.routes, self.latent, self.sparse
 
     @property
     def name(self) -> str:
@@ -164,6 +170,7 @@ class Layout(NamedTuple):
             *([f"hosts_of_{self.of_host}"] if self.of_host else []),
             *([f"chunks{self.chunks}"] if self.chunks else []),
             *(["latent"] if self.latent else []),
+            *(["sparse"] if self.sparse else []),
         ])  # fmt: skip
 
 
@@ -337,6 +344,7 @@ def new_model(config: RunConfig, **options: str) -> Transformer:
     """The model of one process with the weights that every layout begins with; its base is not quantised."""
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model), **options)
+        model.freeze_indexers()
         if config.adapter is not None:
             add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
@@ -446,6 +454,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
         model |= QUANTISED
     if layout.latent:
         model |= LATENT
+    if layout.sparse:
+        model |= SPARSE | {"indexer_types": INDEXERS[model["num_hidden_layers"]]}
     adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0}
     adapter["base_dtype"] = layout.base or None
     return RunConfig.model_validate_json(

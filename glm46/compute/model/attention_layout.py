@@ -81,7 +81,8 @@ class AttentionLayout(NamedTuple):
     max_q: int
     """Queries of the longest run, rounded up by `longest`."""
     max_k: int
-    """Maximum number of keys of a run, rounded up by `longest`."""
+    """Maximum number of keys of a run, rounded up by `longest`; under context parallelism the maximum over all ranks,
+    which sparse attention needs: ranks must agree on what they exchange."""
     window: int | None
     """Maximum number of keys that a query attends to, its own included; None for all."""
     exchange: KeyExchange | KeyRing | None = None
@@ -137,7 +138,7 @@ def attention_layout(
     cu_seq_q = cumulative(end - start)
     cu_seq_k = cumulative(end - first_key)
     max_q = longest(end - start)
-    max_k = longest(end - first_key)
+    max_k = longest(end - first_key) if places is None else _longest_of_ranks(ids_BS, places_BRS, window)
     if prefix_ids is not None and bool((prefix_ids >= 0).any()):
         assert places is None and window is None
         return _after_prefixes(start, end, ids_BS, prefix_ids.cpu().numpy())
@@ -183,6 +184,12 @@ def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple
             first_key = np.maximum(first_key, start - window + 1)
         first_keys.append(b * S + first_key)
     return np.concatenate(starts), np.concatenate(ends), np.concatenate(first_keys)
+
+
+def _longest_of_ranks(ids_BS: np.ndarray, places_BRS: np.ndarray, window: int | None) -> int:
+    """Return the maximum number of keys of a run over all context-parallel ranks, rounded up."""
+    runs_of_ranks = [_runs(ids_BS, places_BRS[:, rank], window) for rank in range(places_BRS.shape[1])]
+    return max(longest(end - first_key) for _, end, first_key in runs_of_ranks)
 
 
 def _after_prefixes(start: np.ndarray, end: np.ndarray, ids_BS: np.ndarray, prefix_BS: np.ndarray) -> AttentionLayout:

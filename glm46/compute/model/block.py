@@ -1,5 +1,7 @@
 """Decoder layer: attention and feed-forward network, each with a norm before it and a residual around it."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from glm46.compute.model.attention import Attention
@@ -8,17 +10,36 @@ from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, RMSNorm
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions, RoutingStatistics
+from glm46.compute.model.sparse_attention import SparseLatentAttention
 from glm46.config.model import ModelShape
+
+
+class LayerOutput(NamedTuple):
+    """Result of a decoder layer."""
+
+    hidden: Tensor
+    """[B, S, D]."""
+    statistics: RoutingStatistics | None
+    """None for a dense layer."""
+    chosen: Tensor | None
+    """int32 [queries, K]: keys that sparse attention chose, for the layers that share the choice, see `choose_keys`.
+    None if all keys are attended to."""
+
+
+def _attention(shape: ModelShape, has_indexer: bool) -> Attention | LatentAttention:
+    if shape.is_sparse:
+        return SparseLatentAttention(shape, has_indexer=has_indexer)
+    return LatentAttention(shape) if shape.is_latent else Attention(shape)
 
 
 class TransformerBlock(nn.Module):
     """A decoder layer, dense or MoE."""
 
-    def __init__(self, shape: ModelShape, *, is_dense: bool):
+    def __init__(self, shape: ModelShape, *, is_dense: bool, has_indexer: bool):
         super().__init__()
         self.is_dense = is_dense
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = LatentAttention(shape) if shape.is_latent else Attention(shape)
+        self.self_attn = _attention(shape, has_indexer)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape.hidden_size, shape.intermediate_size) if is_dense else MoE(shape)
 
@@ -30,12 +51,22 @@ class TransformerBlock(nn.Module):
         is_real: Tensor | None,
         options: RoutingOptions,
         routes: Tensor | None = None,
-    ) -> tuple[Tensor, RoutingStatistics | None]:
-        """Map [B, S, D] to [B, S, D]. Also return the routing statistics, None for a dense layer. Only MoE layers take
-        routes [B, S, A], see `Router.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, layout)
+        chosen: Tensor | None = None,
+    ) -> LayerOutput:
+        """Map [B, S, D] to [B, S, D].
+
+        Args:
+            routes: [B, S, A], see `Router.forward`; only for MoE layers.
+            chosen: `LayerOutput.chosen` of the layer before; only for sparse attention.
+        """
+        normed = self.input_layernorm(x)
+        if isinstance(self.self_attn, SparseLatentAttention):
+            attended, chosen = self.self_attn(normed, rope, layout, chosen)
+        else:
+            attended = self.self_attn(normed, rope, layout)
+        x = x + attended
         normed = self.post_attention_layernorm(x)
         if self.is_dense:
-            return x + self.mlp(normed), None
+            return LayerOutput(x + self.mlp(normed), None, chosen)
         y, statistics = self.mlp(normed, is_real, options, routes)
-        return x + y, statistics
+        return LayerOutput(x + y, statistics, chosen)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import AttentionLayout
-from glm46.compute.model.layers import Linear, RMSNorm
+from glm46.compute.model.layers import Linear, RMSNorm, local_weight
 from glm46.compute.model.rope import rotate_pairs
 from glm46.config.model import ModelShape
 
@@ -59,12 +59,29 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: AttentionLayout | None) -> Tensor:
         """Attend over [B, S, D]; `rope` from `rotary_tables`, `layout` from `attention_layout`."""
         B, S, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, S, -1, self.head_dim)
-        q = torch.cat([q[..., : self.key_part], rotate_pairs(q[..., self.key_part :], rope)], dim=-1)
-        latent, rotated_part = self.kv_a_proj_with_mqa(x).unsqueeze(2).tensor_split([self.rank], dim=-1)
-        rows = torch.cat([self.kv_a_layernorm(latent), rotate_pairs(rotated_part, rope)], dim=-1)
-        out = self.core(q, rows, self.expand, layout)
+        q = self.rotated_queries(self.q_a_layernorm(self.q_a_proj(x)), rope)
+        out = self.core(q, self.rows(x, rope), self.expand, layout)
         return self.o_proj(out.reshape(B, S, -1))
+
+    def rotated_queries(self, query_latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the queries of this rank's heads, [B, S, H, C], from their latent [B, S, Q] after its norm."""
+        q = self.q_b_proj(query_latent).unflatten(-1, (-1, self.head_dim))
+        return torch.cat([q[..., : self.key_part], rotate_pairs(q[..., self.key_part :], rope)], dim=-1)
+
+    def rows(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the row of each token, [B, S, 1, L + R], from [B, S, D]."""
+        latent, rotated_part = self.kv_a_proj_with_mqa(x).unsqueeze(2).tensor_split([self.rank], dim=-1)
+        return torch.cat([self.kv_a_layernorm(latent), rotate_pairs(rotated_part, rope)], dim=-1)
+
+    def weight_by_head(self) -> Tensor:
+        """Return the weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
+        # An adapter or a quantised weight has replaced the product: its results for unit vectors are the weight.
+        if "product" in vars(self.kv_b_proj):
+            like = self.o_proj.weight
+            weight = self.kv_b_proj(torch.eye(self.rank, dtype=like.dtype, device=like.device)).t()
+        else:
+            weight = local_weight(self.kv_b_proj.weight)
+        return weight.reshape(-1, self.key_part + self.head_dim, self.rank)
 
     def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values of this rank's heads, an `Expand`; all heads share the rotated part of a key."""

@@ -22,7 +22,7 @@ class MTPLayer(nn.Module):
         self.enorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hnorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.eh_proj = Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.block = TransformerBlock(shape, is_dense=False)
+        self.block = TransformerBlock(shape, is_dense=False, has_indexer=shape.is_sparse)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
@@ -41,8 +41,8 @@ class MTPLayer(nn.Module):
             embedding: [B, S, D], embeddings of the tokens k positions ahead.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        x, statistics = self.block(x, rope, layout, is_real, options)
-        return self.norm(x), statistics
+        output = self.block(x, rope, layout, is_real, options)
+        return self.norm(output.hidden), output.statistics
 
 
 def draft_places(mtp_labels: Tensor) -> Tensor:

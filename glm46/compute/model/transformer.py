@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from glm46.compute.model.attention_layout import AttentionLayout, attention_layout
 from glm46.compute.model.block import TransformerBlock
 from glm46.compute.model.cross_entropy import HeadForm, HeadOutput, VocabularyPart, summed_loss
+from glm46.compute.model.indexer import Indexer
 from glm46.compute.model.layers import Linear, RMSNorm, local_weight
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
@@ -114,7 +115,8 @@ class Transformer(nn.Module):
         self.embed_tokens: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleDict()
         for i in range(shape.num_hidden_layers):
-            self.layers[str(i)] = TransformerBlock(shape, is_dense=i < shape.first_k_dense_replace)
+            is_dense = i < shape.first_k_dense_replace
+            self.layers[str(i)] = TransformerBlock(shape, is_dense=is_dense, has_indexer=shape.has_indexer(i))
         self.norm: RMSNorm | None = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
         self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
@@ -217,10 +219,11 @@ class Transformer(nn.Module):
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
         statistics: list[RoutingStatistics] = []
+        chosen: Tensor | None = None
         for i, layer in self.layers.items():
             moe_index = int(i) - self.shape.first_k_dense_replace
-            layer_routes = () if routes is None or moe_index < 0 else (routes[:, :, moe_index],)
-            hidden, layer_statistics = layer(hidden, *context, *layer_routes)
+            layer_routes = None if routes is None or moe_index < 0 else routes[:, :, moe_index]
+            hidden, layer_statistics, chosen = layer(hidden, *context, layer_routes, chosen)
             if layer_statistics is not None:
                 statistics.append(layer_statistics)
         if self.embed_tokens is not None and mtp_input_ids is not None:
@@ -284,6 +287,12 @@ class Transformer(nn.Module):
         losses = torch.stack([layer.aux_losses for layer in statistics]).sum(0)
         counts = torch.stack([layer.tokens_per_expert for layer in statistics])
         return losses, counts, torch.stack([layer.overflow for layer in statistics])
+
+    def freeze_indexers(self) -> None:
+        """Exclude the indexers from training: the loss gives them no gradient."""
+        for module in self.modules():
+            if isinstance(module, Indexer):
+                module.requires_grad_(False)
 
     def routers(self) -> dict[str, Router]:
         """Return the routers of this part by name, in the order of `LossSums.tokens_per_expert`."""

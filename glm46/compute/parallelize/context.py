@@ -18,6 +18,7 @@ from glm46.compute.model.attention import Attention
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange, KeyRing, attention_layout
 from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.router import Router
+from glm46.compute.model.sparse_attention import GatherKeys, SparseLatentAttention
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.ring import ring_attention
 
@@ -27,6 +28,8 @@ def apply(model: Transformer, shard: SequenceShard) -> None:
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
             module.core = _gathering(module.core, shard)
+            if isinstance(module, SparseLatentAttention):
+                module.gather_keys = _gather_keys(shard)
         elif isinstance(module, Router):
             module.sum_over_ranks = lambda x: sum_over_ranks(x, shard.group)
 
@@ -59,7 +62,9 @@ def take_part(
     return shard.cut(rows, places) | {"layout": layout}
 
 
-def _gathering(core: Callable[..., Tensor], shard: SequenceShard) -> Callable[..., Tensor]:
+def _gather_runs(shard: SequenceShard) -> Callable[[Tensor, KeyExchange], Tensor]:
+    """Return a function that makes the keys [1, keys, K, C] of the runs from this rank's part [B, S, K, C]."""
+
     @torch.compiler.disable
     def gather_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
         x = x.flatten(0, 1)
@@ -71,6 +76,22 @@ def _gathering(core: Callable[..., Tensor], shard: SequenceShard) -> Callable[..
         run_keys = gathered.index_select(0, exchange.keys).unsqueeze(0)
         compat.let_size_vary(run_keys, 1)
         return run_keys
+
+    return gather_runs
+
+
+def _gather_keys(shard: SequenceShard) -> GatherKeys:
+    gather_runs = _gather_runs(shard)
+
+    def gather_keys(x: Tensor, layout: AttentionLayout | None) -> Tensor:
+        assert layout is not None and isinstance(layout.exchange, KeyExchange), "see `take_part`"
+        return gather_runs(x, layout.exchange).flatten(0, 2)
+
+    return gather_keys
+
+
+def _gathering(core: Callable[..., Tensor], shard: SequenceShard) -> Callable[..., Tensor]:
+    gather_runs = _gather_runs(shard)
 
     @torch.compiler.disable
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:

@@ -32,6 +32,7 @@ from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, local_weight
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import Router
+from glm46.compute.model.sparse_attention import SparseLatentAttention
 from glm46.compute.model.transformer import OutputHead, Transformer, ValueHead
 from glm46.run.parameters import find_parameter
 
@@ -47,7 +48,9 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | LatentAttention | FeedForward):
-            replaced.forward = _on_whole_sequences(module.forward, group)
+            is_sparse = isinstance(module, SparseLatentAttention)
+            on_whole = _choosing_on_whole_sequences if is_sparse else _on_whole_sequences
+            replaced.forward = on_whole(module.forward, group)
             if isinstance(module, Attention) and head_group is not None:
                 projections: tuple[Any, ...] = (module.k_proj, module.v_proj)
                 for projection in projections:
@@ -85,6 +88,15 @@ def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 def _on_whole_sequences(forward, group: dist.ProcessGroup):
     def on_whole_sequences(x: Tensor, *arguments) -> Tensor:
         return scatter_sum(forward(gather_sequence(x, group), *arguments), group)
+
+    return on_whole_sequences
+
+
+def _choosing_on_whole_sequences(forward, group: dist.ProcessGroup):
+    # Indexers are not split: every rank makes the choice of all tokens, from the same numbers.
+    def on_whole_sequences(x: Tensor, *arguments) -> tuple[Tensor, Tensor | None]:
+        out, chosen = forward(gather_sequence(x, group), *arguments)
+        return scatter_sum(out, group), chosen
 
     return on_whole_sequences
 

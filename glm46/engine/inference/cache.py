@@ -19,7 +19,6 @@ from glm46.compute.model.attention import Attention, attend
 from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, cumulative, longest
 from glm46.compute.model.attention_runs import attend_in_runs
 from glm46.compute.model.latent_attention import Expand, LatentAttention
-from glm46.compute.model.layers import local_weight
 
 _FEW_TOKENS = 16
 """Maximum tokens of a row that attend with a mask over the slots: the last token and its drafts. More tokens attend in
@@ -190,7 +189,7 @@ class CachedCore:
             keys, values = cached
             return _few(q_RSHC, keys, values, place).reshape(q_BSHC.shape)
         if self._kv_weight_by_head is None:
-            self._kv_weight_by_head = _by_head(self.attention)
+            self._kv_weight_by_head = self.attention.weight_by_head().detach()
         # The weights of keys are multiplied with the queries, and the weights of values with the result, instead of
         # with all cached latents: attention of many queries to one key.
         part = self.attention.key_part
@@ -229,18 +228,6 @@ def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: floa
     mask = place.mask(groups, q_BKGC.dtype)
     out = F.scaled_dot_product_attention(q_BKGC, keys, values, attn_mask=mask, scale=scale)
     return out.view(B, K, place.length, groups, -1).transpose(1, 2).flatten(2, 3)
-
-
-def _by_head(attention: LatentAttention) -> Tensor:
-    """Return the weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values. Shape
-    letters as in `compute/model/latent_attention.py`."""
-    # An adapter or a quantised weight has replaced the product: its results for unit vectors are the weight.
-    if "product" in vars(attention.kv_b_proj):
-        like = attention.o_proj.weight
-        weight = attention.kv_b_proj(torch.eye(attention.rank, dtype=like.dtype, device=like.device)).t()
-    else:
-        weight = local_weight(attention.kv_b_proj.weight).detach()
-    return weight.reshape(-1, attention.key_part + attention.head_dim, attention.rank)
 
 
 def _rounded_length(length: int, minimum: int) -> int:

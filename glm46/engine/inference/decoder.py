@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.attention_layout import longest
 from glm46.compute.model.attention_runs import describe_core
 from glm46.compute.model.block import TransformerBlock
 from glm46.compute.model.mtp import MTPLayer
@@ -17,6 +19,7 @@ from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import no_routes
 from glm46.compute.model.transformer import Transformer
+from glm46.config.errors import UserError
 from glm46.engine.inference import few_tokens
 from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slots
 from glm46.engine.inference.model_mesh import ModelMesh
@@ -64,6 +67,12 @@ class Decoder:
         cpu_kernels: bool = True,
         mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
     ):
+        shape = model.shape
+        if shape.index_topk is not None and longest(np.array([max_length])) > shape.index_topk:
+            raise UserError(
+                f"model.shape.index_topk = {shape.index_topk}: generation computes at most this many tokens of a text, "
+                f"rounded to a power of two, and {max_length} are asked for; shorten the prompts or the answers"
+            )
         self.model = model
         self.mesh = mesh
         self._cpu_kernels = cpu_kernels
@@ -278,8 +287,8 @@ class Decoder:
                 self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[core]) is not None:
                 return layer(x, rope, core, options)
-        x, statistics = block(x, rope, place.layout, is_real, options)
-        return x, statistics and statistics.routes
+        output = block(x, rope, place.layout, is_real, options)
+        return output.hidden, output.statistics and output.statistics.routes
 
 
 def _record(recorded: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:

@@ -13,6 +13,7 @@ from glm46.run.parameters import adapter_rows, find_parameter
 OPTIMIZER = "optimizer"
 _PATTERNS = {
     "attention projections": re.compile(r"layers\.\d+\.self_attn\.\w*_proj\w*$"),
+    "indexer": re.compile(r"layers\.\d+\.self_attn\.indexer\b"),
     "attention core": re.compile(r"layers\.\d+\.self_attn\.core$"),
     "dense feed-forward": re.compile(r"layers\.\d+\.mlp\.(gate|up|down)_proj$"),
     "router": re.compile(r"layers\.\d+\.mlp\.router$"),

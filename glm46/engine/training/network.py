@@ -341,7 +341,9 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
             models = [Transformer(plan.shape, head=head)]
     for model in models:
         model.mtp_alone = on_samples
-        parallelize(model.requires_grad_(is_trained), plan, cluster, sizes_vary=on_samples)
+        model.requires_grad_(is_trained)
+        model.freeze_indexers()
+        parallelize(model, plan, cluster, sizes_vary=on_samples)
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 
 from glm46.compat import map_tree
+from glm46.config.model import ModelShape
 from glm46.engine.training.objective import Counts
 from glm46.engine.training.task import Task
-from glm46.run.flops import document_half_pairs
+from glm46.run.flops import attended_half_pairs
 from glm46.storage.data.batches import Batch
 
 
@@ -37,12 +38,12 @@ def count_step(task: Task, micro_batches: list[Batch]) -> StepTotals:
     document_mask = task.plan.config.data.document_mask
     return StepTotals(
         real=sum(int((batch["document_ids"] >= 0).sum()) for batch in micro_batches),
-        half_pairs=count_half_pairs(micro_batches, main.shape.sliding_window, document_mask=document_mask),
+        half_pairs=count_half_pairs(micro_batches, main.shape, document_mask=document_mask),
         objective_counts={name: objective.count(micro_batches) for name, objective in task.objectives.items()},
     )
 
 
-def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document_mask: bool) -> int:
+def count_half_pairs(micro_batches: list[Batch], shape: ModelShape, *, document_mask: bool) -> int:
     """Compute `StepTotals.half_pairs` of this rank's micro-batches: pairs within documents, or within rows if there are
     no document masks. Padding is not counted."""
     total = 0
@@ -55,7 +56,7 @@ def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document
             _, lengths = unique_ids[is_real].unique_consecutive(return_counts=True)
         else:
             lengths = is_real.sum(1)
-        total += int(document_half_pairs(lengths, window).sum())
+        total += int(attended_half_pairs(lengths, shape).sum())
         if (prefixes := batch.get("prefix_ids")) is not None:
             # Each of these tokens attends to all tokens of its prefix. Column 0 counts padding, whose id is -1.
             tokens_of_document = torch.zeros(ids.shape[0], ids.shape[1] + 1, dtype=torch.int64)

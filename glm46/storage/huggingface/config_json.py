@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.model import GONE_KEYS, ModelShape, RopeScalingConfig
-from glm46.config.presets import RELATIVES
+from glm46.config.presets import RELATIVES, indexer_types
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 
@@ -27,8 +27,13 @@ _OURS_ONLY = ("sliding_window",)
 
 _GROUPED = "glm4_moe"
 _LATENT = "glm4_moe_lite"
-_ARCHITECTURES = {_GROUPED: ["Glm4MoeForCausalLM"], _LATENT: ["Glm4MoeLiteForCausalLM"]}
-"""Architectures by model_type: with grouped-query attention, and with latent attention."""
+_SPARSE = "glm_moe_dsa"
+_ARCHITECTURES = {
+    _GROUPED: ["Glm4MoeForCausalLM"],
+    _LATENT: ["Glm4MoeLiteForCausalLM"],
+    _SPARSE: ["GlmMoeDsaForCausalLM"],
+}
+"""Architectures by model_type: with grouped-query attention, latent attention, and sparse latent attention."""
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -40,6 +45,9 @@ _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_d
 _LATENT_REMEDY = (
     "glm46 computes latent attention with low-rank queries, keys and values; take a model that has this key"
 )
+_OF_INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
+_INDEXER_SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
+"""Keys that say which layers have an indexer where ``indexer_types`` is absent."""
 _NOT_OF_LATENT = ("head_dim", "use_qk_norm")
 """Keys of `ModelShape` that GLM-4.7-Flash's file lacks; transformers takes head_dim for qk_rope_head_dim."""
 
@@ -90,21 +98,27 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         relative = next((relative_name for relative_name, (_, kinds) in RELATIVES.items() if kind in kinds), hint)
         raise UserError(
             f"{file}: model_type = {kind!r}: another model{relative}; glm46 computes "
-            f"{_GROUPED!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have, and {_LATENT!r} of GLM-4.7-Flash; take one of "
-            "them"
+            f"{_GROUPED!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have, {_LATENT!r} of GLM-4.7-Flash, and {_SPARSE!r} of "
+            "GLM-5, 5.1 and 5.2; take one of them"
         )
     raw = dict(raw)
     inert = dict(_INERT)
     fixed = {"architectures": _ARCHITECTURES[kind]} | _FIXED
-    if kind == _LATENT:
+    if kind != _GROUPED:
         inert = {key: plain for key, plain in inert.items() if key not in (*_OF_LATENT, "rope_interleave")}
         fixed |= _complete_latent(raw)
-    faults = [
+    indexer_faults: list[str] = []
+    if kind == _SPARSE:
+        inert = {key: plain for key, plain in inert.items() if key != "index_topk"}
+        fixed |= {"indexer_rope_interleave": True}
+        indexer_faults = _complete_indexer(raw)
+    faults = [f"{file}: {fault}" for fault in indexer_faults]
+    faults += [
         f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
         for key, plain in inert.items()
         if raw.get(key) not in (None, *plain)
     ]
-    faults += [f"{file}: {fault}" for fault in _layer_faults(raw)]
+    faults += [f"{file}: {fault}" for fault in _layer_faults(raw, kind)]
     faults += [
         f"{file}: {key} = {raw[key]!r}: not a config of {kind}; expected {value!r}"
         for key, value in fixed.items()
@@ -112,10 +126,14 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         if (value_found := raw.get(key, value)) != value
         or (isinstance(value, int) and type(value_found) is not type(value))
     ]
-    if kind == _LATENT:
+    if kind != _GROUPED:
         faults += [f"{file}: {key} = None: {_LATENT_REMEDY}" for key in _OF_LATENT if raw.get(key, 0) is None]
+    if kind == _SPARSE:
+        faults += [
+            f"{file}: {key} = None: must be a number; correct it" for key in _OF_INDEXER if raw.get(key, 0) is None
+        ]
     if "model_type" not in raw:
-        faults.append(f"{file}: model_type is missing; expected {_GROUPED!r} or {_LATENT!r}")
+        faults.append(f"{file}: model_type is missing; expected {_GROUPED!r}, {_LATENT!r} or {_SPARSE!r}")
     keys, rope_faults = _rope(raw)
     faults += [f"{file}: {fault}" for fault in rope_faults]
     mtp = [raw[key] for key in _MTP_KEYS if key in raw]
@@ -125,7 +143,9 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
     else:
         keys["num_nextn_predict_layers"] = mtp[0]
-    special_keys = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *(_OF_LATENT if kind == _GROUPED else ()))
+    special_keys = [*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0]]
+    special_keys += _OF_LATENT if kind == _GROUPED else ()
+    special_keys += (*_OF_INDEXER, "indexer_types") if kind != _SPARSE else ()
     plain = [name for name in ModelShape.model_fields if name not in special_keys]
     faults += [f"{file}: {name} is missing; add it" for name in (*plain, *GONE_KEYS) if name not in raw]
     raise_if(faults)
@@ -143,6 +163,8 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     parts: list[Any] = [raw.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     width = sum(parts) if all(isinstance(part, int) for part in parts) else raw.get("v_head_dim")
     fixed = {"head_dim": parts[1], "qk_head_dim": width, "v_head_dim": width, "use_qk_norm": False}
+    if raw.get("model_type") == _SPARSE and raw.get("head_dim") == parts[0]:
+        fixed["head_dim"] = parts[0]  # GLM-5.2 names the other part of a head; no reader computes with it
     fixed |= {"num_key_value_heads": raw.get("num_attention_heads"), "attention_bias": False}
     fixed |= {"partial_rotary_factor": 1.0, "rope_interleave": True}
     wrong = {key: value for key, value in fixed.items() if value is not None and raw.get(key, value) != value}
@@ -153,6 +175,28 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kinds := raw.get("mlp_layer_types"), list):  # transformers has this key instead
         raw.setdefault("first_k_dense_replace", (*kinds, "sparse").index("sparse"))
     return wrong
+
+
+def _complete_indexer(raw: dict[str, Any]) -> list[str]:
+    """Replace the keys that say which layers have an indexer by ``indexer_types``, in place: None if all have. Returns
+    faults."""
+    layers = raw.get("num_hidden_layers")
+    types = raw.get("indexer_types")
+    pattern = raw.get("index_topk_pattern")
+    if types is None and isinstance(pattern, str):
+        names = {"F": "full", "S": "shared"}
+        if set(pattern) - names.keys():
+            return [f"index_topk_pattern = {pattern!r}: must consist of F and S, one for each layer; correct it"]
+        types = [names[letter] for letter in pattern]
+    elif types is None and isinstance(layers, int):
+        frequency = raw.get("index_topk_freq", 1)
+        offset = raw.get("index_skip_topk_offset", 2)  # the default of transformers
+        if type(frequency) is not int or type(offset) is not int or frequency < 1:
+            keys = f"index_topk_freq = {frequency!r}, index_skip_topk_offset = {offset!r}"
+            return [f"{keys}: must be integers, the first at least 1; correct them"]
+        types = list(indexer_types(layers, frequency, offset))
+    raw["indexer_types"] = None if types == ["full"] * len(types or ()) else types
+    return []
 
 
 def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
@@ -182,7 +226,15 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
             "have none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
     base_shape = None if raw is None else shape_of(raw)
-    kind, absent = (_LATENT, _NOT_OF_LATENT) if shape.is_latent else (_GROUPED, _OF_LATENT)
+    if shape.is_sparse:
+        kind = _SPARSE
+        absent: tuple[str, ...] = _NOT_OF_LATENT
+    elif shape.is_latent:
+        kind = _LATENT
+        absent = (*_NOT_OF_LATENT, *_OF_INDEXER, "indexer_types")
+    else:
+        kind = _GROUPED
+        absent = (*_OF_LATENT, *_OF_INDEXER, "indexer_types")
     if raw is None:
         config = {"model_type": kind, "architectures": _ARCHITECTURES[kind]} | _FIXED
         config |= {"topk_method": "noaux_tc"} if shape.is_latent else {}
@@ -215,6 +267,13 @@ def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
             config[key] = value
     elif name == "rope_scaling":
         _put_scaling(config, shape)
+    elif name == "indexer_types":
+        for key in _INDEXER_SCHEDULE:
+            config.pop(key, None)
+        # transformers' own default gives each layer an indexer, too.
+        config.pop(name, None)
+        if value is not None:
+            config[name] = list(value)
     elif name in _ROPE_KEYS:
         places = [place for place in (config, config.get("rope_parameters")) if place and name in place]
         for place in places or [config]:
@@ -241,13 +300,14 @@ def _mlp_layer_types(layers: int, dense: int) -> list[str]:
     return ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
 
 
-def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
+def _layer_faults(raw: Mapping[str, Any], kind: str) -> list[str]:
     """Return the faults of the keys with a kind for each layer, which transformers 5 has."""
     layers = raw.get("num_hidden_layers")
     dense = raw.get("first_k_dense_replace")
     if not (isinstance(layers, int) and isinstance(dense, int)):
         return []
-    expected = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": _mlp_layer_types(layers, dense)}
+    attention = "indexed_attention" if kind == _SPARSE else "full_attention"
+    expected = {"layer_types": [attention] * layers, "mlp_layer_types": _mlp_layer_types(layers, dense)}
     return [
         f"{key} has other kinds of layers than {', '.join(sorted(set(kinds)))}, or others in these places; take a "
         "model that has not"

@@ -17,10 +17,12 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.run.flops import (
+    attended_half_pairs,
     attention_flops,
     batch_flops,
     document_half_pairs,
     newton_schulz_flops,
+    pair_flops,
     training_flops,
 )
 from glm46.run.parameters import (
@@ -39,6 +41,7 @@ SHAPES = {
     "two shared experts": {"n_shared_experts": 2}, "no MTP": {"num_nextn_predict_layers": 0},
     "two MTP layers": {"num_nextn_predict_layers": 2}, "no attention bias": {"attention_bias": False},
     "no QK norm": {"use_qk_norm": False}, "latent": PRESETS["debug-flash"].model_dump(),
+    "sparse": PRESETS["debug-glm5"].model_dump(),
 }  # fmt: skip
 
 
@@ -283,6 +286,28 @@ def test_attention_of_exponential_documents_is_that_of_drawn_ones(window):
     planned = attention_flops(shape, length, mean) / attention_flops(GLM, length)
     assert planned == pytest.approx(drawn, rel=0.01)  # the draws' own error is 0.3 %
     assert attention_flops(shape, length, 1e12) == pytest.approx(attention_flops(shape, length), rel=1e-6)
+
+
+def test_attention_of_glm_52_is_that_of_chosen_keys_and_scores_of_indexers():
+    """For one document of 131,072 tokens: each query attends to at most 2,048 keys, and 22 of 79 layers score all."""
+    shape = PRESETS["GLM-5.2"]
+    length = 131_072
+    all_keys = length / 2
+    chosen = 2048 - 2048**2 / (2 * length)
+    per_layer = 3 * 4 * 64 * 256 * chosen + 22 / 79 * 2 * 32 * 128 * all_keys
+    assert attention_flops(shape, length) == pytest.approx(per_layer)
+    # With as few tokens as are chosen, attention costs what dense attention does, and indexers score every key.
+    dense = shape.model_copy(update={"index_topk": None})
+    scores = attention_flops(shape, 2048) - attention_flops(dense, 2048)
+    assert scores == pytest.approx(22 / 79 * 2 * 32 * 128 * 1024)
+    # A frozen indexer costs one forward.
+    matrices = training_flops(shape, length).matrices - training_flops(dense, length).matrices
+    assert matrices == pytest.approx(21 * 2 * (4096 * 2048 + 128 * 6144 + 32 * 6144))
+    lengths = np.array([5, 3000])
+    pairs = attended_half_pairs(lengths, shape).sum()
+    tokens = training_flops(shape, 0).total * lengths.sum()
+    expected = sum(length * training_flops(shape, int(length)).total for length in lengths)
+    assert tokens + 79 * pair_flops(shape) * pairs / 2 == pytest.approx(expected)
 
 
 def test_a_frozen_weight_has_no_gradient_of_its_own():

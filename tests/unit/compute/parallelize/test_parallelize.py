@@ -327,7 +327,7 @@ def test_inductor_finds_each_collective_beside_its_product(layers, kind, rows):
     layer = torch.compile(layers[kind].forward, backend=aot_autograd(fw_compiler=count), fullgraph=True)
     hidden = torch.randn(rows, 16 // RANKS, TENSOR_SHAPE.hidden_size, requires_grad=True)
     positions = torch.arange(16).expand(rows, -1)
-    output, _ = layer(hidden, rotary_tables(positions, TENSOR_SHAPE, torch.float32), None, None, RoutingOptions())
+    output, *_ = layer(hidden, rotary_tables(positions, TENSOR_SHAPE, torch.float32), None, None, RoutingOptions())
     output.sum().backward()
     # No collective is left without a product.
     assert found == [(2, 2, 2, 2), (2, 2, 2, 2)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteConfig
+from transformers import AutoConfig, Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteConfig, GlmMoeDsaConfig
 
 from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
@@ -162,7 +162,7 @@ def test_keys_of_related_models_that_change_nothing_are_taken():
 
 OTHER_MODELS = {  # the keys of each that GLM-4.6's file has too are at other places or have other values
     "glm4v_moe": {"text_config": GLM_46, "vision_config": {"depth": 24}, "image_token_id": 151363},
-    "glm_moe_dsa": {"hidden_size": 6144, "index_topk": 2048, "kv_lora_rank": 512},
+    "glm5_next": {"hidden_size": 3072, "index_kpool": 16, "hc_mult": 4},
     "glm4": {"hidden_size": 4096},
     "qwen3_moe": {"hidden_size": 2048, "num_experts": 128},
     "deepseek_v3": {"hidden_size": 7168, "rope_scaling": {"type": "yarn", "mscale": 1.0}},
@@ -176,7 +176,7 @@ def test_the_config_of_another_model_has_one_line(kind):
     (fault,) = error.value.faults
     assert f"m/config.json: model_type = '{kind}': another model" in fault and "take one of them" in fault
     assert ("of images and text" in fault) == (kind == "glm4v_moe")
-    known = {"glm4v_moe": "GLM-4.5V or 4.6V", "glm_moe_dsa": "GLM-5"}
+    known = {"glm4v_moe": "GLM-4.5V or 4.6V", "glm5_next": "GLM-5.3-Flash"}
     assert (f", {known.get(kind)}" in fault and "missing here" in fault) == (kind in known)
 
 
@@ -197,6 +197,63 @@ def test_the_published_file_of_flash_is_its_preset_and_written_back_byte_for_byt
     assert {key: new[key] for key in new.keys() - of_library} == {
         key: value for key, value in GLM_47_FLASH.items() if key not in ("dtype", "transformers_version")
     }
+
+
+# The file of zai-org/GLM-5.2 (revision b4734de4), in its order, and the hash of the file.
+GLM_52 = PUBLISHED["GLM-5.2"]
+SHA256_OF_52 = "185f93ee6d12548e16a847e279dc0c3c90b1524c970b0866b42fb545747d859a"
+
+
+def test_the_published_file_of_glm_52_is_its_preset_and_written_back_byte_for_byte():
+    shape = shape_of(GLM_52)
+    assert shape == PRESETS["GLM-5.2"]
+    config = config_of(shape, GLM_52, eos_ids=EOS_OF_FLASH, dtype="bfloat16")
+    text = json.dumps(config, indent=2) + "\n"
+    assert hashlib.sha256(text.encode()).hexdigest() == SHA256_OF_52
+
+
+def test_layers_with_an_indexer_are_read_from_any_of_their_keys():
+    """transformers reads each file as the same layers."""
+    plain = {key: value for key, value in GLM_52.items() if key not in ("indexer_types", "index_topk_freq")}
+    pattern = "".join(kind[0].upper() for kind in GLM_52["indexer_types"])
+    for raw in (plain | {"index_topk_freq": 4}, plain | {"index_topk_pattern": pattern}):
+        assert shape_of(raw) == PRESETS["GLM-5.2"]
+        assert GlmMoeDsaConfig(**raw).indexer_types == GLM_52["indexer_types"]
+    first = plain | {"max_position_embeddings": 202752, "head_dim": 64}
+    first["rope_parameters"] = {"rope_theta": 1000000, "rope_type": "default"}
+    assert shape_of(first) == PRESETS["GLM-5"] == PRESETS["GLM-5.1"]
+    fewer = PRESETS["GLM-5.2"].model_copy(update=dict(num_hidden_layers=3, indexer_types=("full", "shared", "full")))
+    config = config_of(fewer, GLM_52, eos_ids=EOS_OF_FLASH, dtype="bfloat16")
+    assert config["indexer_types"] == ["full", "shared", "full"]
+    assert "index_topk_freq" not in config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"index_topk_pattern": "FXS", "indexer_types": None}, "must consist of F and S"),
+        ({"index_topk_freq": 0, "indexer_types": None}, "index_topk_freq = 0"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave = False"),
+        ({"head_dim": 256}, "head_dim = 256"),
+        ({"index_topk": None}, "index_topk"),
+    ],
+    ids=str,
+)
+def test_a_file_of_glm_5_that_asks_for_another_computation_is_refused(change, words):
+    with pytest.raises(UserError, match=words):
+        shape_of(GLM_52 | change)
+
+
+@pytest.mark.parametrize("types", [None, ("full", "shared", "full")], ids=str)
+def test_transformers_reads_a_new_file_of_glm_5_as_the_same_model(types, tmp_path):
+    shape = PRESETS["debug-glm5"].model_copy(update={"num_hidden_layers": 3, "indexer_types": types})
+    (tmp_path / "config.json").write_text(json.dumps(config_of(shape, None, eos_ids=EOS, dtype="bfloat16")))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(theirs, GlmMoeDsaConfig) and theirs.qk_rope_head_dim == shape.qk_rope_head_dim
+    assert theirs.indexer_types == list(types or ["full"] * 3)
+    assert theirs.mlp_layer_types.count("dense") == shape.first_k_dense_replace
+    theirs.save_pretrained(tmp_path / "again")
+    assert shape_of(read_config(tmp_path / "again")) == shape
 
 
 FLASH = PRESETS["debug-flash"]
@@ -247,20 +304,6 @@ def test_absent_keys_of_flash_are_no_guess():
     for key in ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_theta"):
         with pytest.raises(UserError, match=f"{key} is missing"):
             shape_of({name: value for name, value in raw.items() if name != key})
-
-
-# Values of the file of zai-org/GLM-5.2 (revision b4734de4); its lists of layers by their rule.
-GLM_52 = PUBLISHED["GLM-5.2"] | {
-    "indexer_types": ["full"] * 2 + ["full", "shared", "shared", "shared"] * 19,
-    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
-}
-
-
-def test_a_published_config_of_glm_5_has_one_line():
-    """Many of its keys select a computation that is not here."""
-    with pytest.raises(UserError, match="another model, GLM-5: missing here are latent attention") as error:
-        shape_of(GLM_52)
-    assert len(error.value.faults) == 1
 
 
 @pytest.mark.parametrize("key", sorted(PRESETS["GLM-4.6"].model_dump(exclude_none=True)))

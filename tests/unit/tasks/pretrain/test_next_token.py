@@ -75,5 +75,5 @@ def test_flops_of_a_step_are_those_of_its_documents(window):
         return 2 * sum(length * training_flops(shape, length).total for length in lengths)
 
     for masked, lengths in ((True, (5, 3, 1, 6)), (False, (8, 7))):
-        half_pairs = count_half_pairs(batches, window, document_mask=masked)
+        half_pairs = count_half_pairs(batches, shape, document_mask=masked)
         assert batch_flops(shape, 30, half_pairs) == pytest.approx(by_document(lengths), rel=1e-12)

@@ -1,0 +1,190 @@
+"""Sparse latent attention of GLM-5: each query attends to the keys that an indexer chose for it.
+
+Source: DeepSeek-V3.2 (technical report, section 2.1) and `GlmMoeDsa` of `transformers`. Shape letters: N queries, T
+keys, H heads, K chosen keys of a query, L = kv_lora_rank, W = width of the row of a token: L and the rotated key.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
+from glm46.compute.model.indexer import Indexer, choose_keys, key_spans
+from glm46.compute.model.latent_attention import LatentAttention
+from glm46.config.model import ModelShape
+
+_MAX_GATHERED = 2**25
+"""Maximum number of elements of gathered rows that exist at a time."""
+
+GatherKeys = Callable[[Tensor, AttentionLayout | None], Tensor]
+"""(x [B, S, 1, any width], layout) -> [T, width]: the same values for all keys of the layout, in its order."""
+
+
+def local_keys(x: Tensor, layout: AttentionLayout | None) -> Tensor:
+    """Return the values of all keys on one rank, a `GatherKeys`."""
+    x = x.flatten(0, 2)
+    if layout is None or layout.exchange is None:
+        return x
+    assert isinstance(layout.exchange, KeyExchange), "latent attention has no ring"
+    return x.index_select(0, layout.exchange.keys)
+
+
+class SparseLatentAttention(LatentAttention):
+    """Latent attention of the chosen keys, with an indexer, or with the choice of an earlier layer.
+
+    A query that may attend to at most ``top_k`` keys attends to all of them: batches whose documents are no longer run
+    the dense core of `LatentAttention`.
+    """
+
+    def __init__(self, shape: ModelShape, *, has_indexer: bool):
+        super().__init__(shape)
+        assert shape.index_topk is not None
+        self.top_k = shape.index_topk
+        self.indexer = Indexer(shape) if has_indexer else None
+        self.gather_keys: GatherKeys = local_keys
+
+    def forward(  # type: ignore[override]  # the choice goes in and out
+        self, x: Tensor, rope: tuple[Tensor, Tensor], layout: AttentionLayout | None, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over [B, S, D]; further arguments as in `LatentAttention`.
+
+        Args:
+            chosen: int32 [B * S, K], the choice of an earlier layer, see `choose_keys`; not used by a layer with an
+                indexer.
+
+        Returns:
+            [B, S, D] and the choice of keys; None if no document is longer than K.
+        """
+        B, S, _ = x.shape
+        query_latent = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.rotated_queries(query_latent, rope)
+        rows = self.rows(x, rope)
+        longest_run = S if layout is None else layout.max_k
+        if longest_run <= self.top_k:
+            out = self.core(q, rows, self.expand, layout)
+            return self.o_proj(out.reshape(B, S, -1)), None
+        if self.indexer is not None:
+            chosen = self._choose(self.indexer, x, query_latent, rope, layout)
+        assert chosen is not None, "the first layer has an indexer"
+        weight_HCL = self.weight_by_head()
+        q_NHC = q.flatten(0, 1)
+        # The weights of keys are multiplied with the queries, and the weights of values with the result: all heads
+        # attend to the rows themselves, and keys and values of chosen tokens need not be computed for each query.
+        absorbed = torch.einsum("nhc,hcl->nhl", q_NHC[..., : self.key_part], weight_HCL[:, : self.key_part])
+        q_NHW = torch.cat([absorbed, q_NHC[..., self.key_part :]], dim=-1)
+        out_NHL, _ = chosen_attention(q_NHW, self.gather_keys(rows, layout), chosen, self.rank, self.head_dim**-0.5)
+        out_NHC = torch.einsum("nhl,hcl->nhc", out_NHL, weight_HCL[:, self.key_part :])
+        return self.o_proj(out_NHC.reshape(B, S, -1)), chosen
+
+    def _choose(
+        self,
+        indexer: Indexer,
+        x: Tensor,
+        query_latent: Tensor,
+        rope: tuple[Tensor, Tensor],
+        layout: AttentionLayout | None,
+    ) -> Tensor:
+        with torch.no_grad():
+            index = indexer(x, query_latent, rope)
+            keys = self.gather_keys(index.k_TJ.view(*x.shape[:2], 1, -1), layout)
+            spans = key_spans(layout, x.shape[0], x.shape[1], x.device)
+            return choose_keys(index.q_NGJ, keys, index.weights_NG, *spans, self.top_k)
+
+
+def _chunks(num_queries: int, num_chosen: int, width: int) -> list[slice]:
+    size = max(1, _MAX_GATHERED // (num_chosen * width))
+    return [slice(start, start + size) for start in range(0, num_queries, size)]
+
+
+def _weights(q_NHW: Tensor, gathered_NKW: Tensor, chosen_NK: Tensor, scale: float) -> Tensor:
+    """Compute scaled scores [N, H, K] in FP32 or FP64, -inf for absent keys."""
+    scores = (q_NHW @ gathered_NKW.mT).to(torch.promote_types(q_NHW.dtype, torch.float32)).mul_(scale)
+    return scores.masked_fill_((chosen_NK < 0).unsqueeze(1), float("-inf"))
+
+
+@torch.library.custom_op("glm46::chosen_attention", mutates_args=())
+def chosen_attention(
+    q_NHW: Tensor, rows_TW: Tensor, chosen_NK: Tensor, value_width: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend from each query to its chosen rows, which are keys and, in their first values, values of all heads.
+
+    A custom operator, because backward gathers rows and recomputes scores chunk by chunk: no tensor grows with queries
+    times chosen keys times width.
+
+    Args:
+        chosen_NK: int32, indices of rows, -1 for none; at least one row per query.
+        value_width: number L of leading values of a row.
+        scale: factor on the scores.
+
+    Returns:
+        [N, H, L], and the log-sum-exp of the scores, FP32 or FP64 [N, H].
+    """
+    N, H, W = q_NHW.shape
+    out_NHL = q_NHW.new_empty(N, H, value_width)
+    log_sum_NH = q_NHW.new_empty(N, H, dtype=torch.promote_types(q_NHW.dtype, torch.float32))
+    for queries in _chunks(N, chosen_NK.shape[1], W):
+        gathered = rows_TW[chosen_NK[queries].clamp(min=0)]
+        scores = _weights(q_NHW[queries], gathered, chosen_NK[queries], scale)
+        log_sum = scores.logsumexp(-1, keepdim=True)
+        weights = scores.sub_(log_sum).exp_()
+        out_NHL[queries] = weights.to(q_NHW.dtype) @ gathered[..., :value_width]
+        log_sum_NH[queries] = log_sum.squeeze(-1)
+    return out_NHL, log_sum_NH
+
+
+@chosen_attention.register_fake
+def _(q_NHW, rows_TW, chosen_NK, value_width, scale):
+    N, H, _ = q_NHW.shape
+    return q_NHW.new_empty(N, H, value_width), q_NHW.new_empty(
+        N, H, dtype=torch.promote_types(q_NHW.dtype, torch.float32)
+    )
+
+
+@torch.library.custom_op("glm46::chosen_attention_backward", mutates_args=())
+def _chosen_attention_backward(
+    grad_NHL: Tensor,
+    q_NHW: Tensor,
+    rows_TW: Tensor,
+    chosen_NK: Tensor,
+    out_NHL: Tensor,
+    log_sum_NH: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    value_width = out_NHL.shape[-1]
+    grad_q = torch.empty_like(q_NHW)
+    # A row gets a part of its gradient from every query that chose it; the sum needs FP32.
+    grad_rows = torch.zeros_like(rows_TW, dtype=log_sum_NH.dtype)
+    for queries in _chunks(len(q_NHW), chosen_NK.shape[1], q_NHW.shape[2]):
+        chosen = chosen_NK[queries].clamp(min=0)
+        gathered = rows_TW[chosen]
+        q = q_NHW[queries]
+        grad = grad_NHL[queries]
+        weights = _weights(q, gathered, chosen_NK[queries], scale).sub_(log_sum_NH[queries].unsqueeze(-1)).exp_()
+        # The derivative of softmax subtracts the mean of the gradient under the weights, which is grad * out.
+        mean = (grad * out_NHL[queries]).sum(-1, keepdim=True, dtype=weights.dtype)
+        grad_weights = (grad @ gathered[..., :value_width].mT).to(weights.dtype)
+        grad_scores = grad_weights.sub_(mean).mul_(weights).mul_(scale).to(q.dtype)
+        grad_q[queries] = grad_scores @ gathered
+        grad_gathered = (grad_scores.mT @ q).to(grad_rows.dtype)
+        grad_gathered[..., :value_width] += weights.to(q.dtype).mT @ grad
+        grad_rows.index_add_(0, chosen.flatten(), grad_gathered.flatten(0, 1))
+    return grad_q, grad_rows.to(rows_TW.dtype)
+
+
+@_chosen_attention_backward.register_fake
+def _(grad_NHL, q_NHW, rows_TW, chosen_NK, out_NHL, log_sum_NH, scale):
+    return torch.empty_like(q_NHW), torch.empty_like(rows_TW)
+
+
+def _save(ctx, inputs, output) -> None:
+    q_NHW, rows_TW, chosen_NK, _, ctx.scale = inputs
+    ctx.save_for_backward(q_NHW, rows_TW, chosen_NK, *output)
+
+
+def _gradients(ctx, grad_NHL: Tensor, _):
+    grad_q, grad_rows = _chosen_attention_backward(grad_NHL.contiguous(), *ctx.saved_tensors, ctx.scale)
+    return grad_q, grad_rows, None, None, None
+
+
+chosen_attention.register_autograd(_gradients, setup_context=_save)
