@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.model import GONE_KEYS, ModelShape, RopeScalingConfig
-from glm46.config.presets import RELATIVES, indexer_types
+from glm46.config.presets import RELATIVES
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.huggingface.indexer_keys import INDEXER_KEYS, complete_indexer, put_indexer_types
 
 CONFIG = "config.json"
 
@@ -45,11 +46,18 @@ _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_d
 _LATENT_REMEDY = (
     "glm46 computes latent attention with low-rank queries, keys and values; take a model that has this key"
 )
-_OF_INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
-_INDEXER_SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
-"""Keys that say which layers have an indexer where ``indexer_types`` is absent."""
 _NOT_OF_LATENT = ("head_dim", "use_qk_norm")
 """Keys of `ModelShape` that GLM-4.7-Flash's file lacks; transformers takes head_dim for qk_rope_head_dim."""
+
+_ABSENT: dict[str, tuple[str, ...]] = {_GROUPED: (*_OF_LATENT, *INDEXER_KEYS), _LATENT: INDEXER_KEYS, _SPARSE: ()}
+"""Keys of `ModelShape` that a model_type lacks."""
+_LATENT_SWITCHES = (*_OF_LATENT, "rope_interleave")
+_COMPUTED: dict[str, tuple[str, ...]] = {
+    _GROUPED: (),
+    _LATENT: _LATENT_SWITCHES,
+    _SPARSE: (*_LATENT_SWITCHES, "index_topk", "indexer_rope_interleave"),
+}
+"""Keys of `_INERT` that select a computation of this model_type."""
 
 _INERT: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
@@ -57,6 +65,7 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (),
     "index_topk": (),
+    "indexer_rope_interleave": (),
     "kv_lora_rank": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
@@ -102,21 +111,14 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
             "GLM-5, 5.1 and 5.2; take one of them"
         )
     raw = dict(raw)
-    inert = dict(_INERT)
     fixed = {"architectures": _ARCHITECTURES[kind]} | _FIXED
     if kind != _GROUPED:
-        inert = {key: plain for key, plain in inert.items() if key not in (*_OF_LATENT, "rope_interleave")}
         fixed |= _complete_latent(raw)
-    indexer_faults: list[str] = []
-    if kind == _SPARSE:
-        inert = {key: plain for key, plain in inert.items() if key != "index_topk"}
-        fixed |= {"indexer_rope_interleave": True}
-        indexer_faults = _complete_indexer(raw)
-    faults = [f"{file}: {fault}" for fault in indexer_faults]
+    faults = [f"{file}: {fault}" for fault in (complete_indexer(raw) if kind == _SPARSE else ())]
     faults += [
         f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
-        for key, plain in inert.items()
-        if raw.get(key) not in (None, *plain)
+        for key, plain in _INERT.items()
+        if key not in _COMPUTED[kind] and raw.get(key) not in (None, *plain)
     ]
     faults += [f"{file}: {fault}" for fault in _layer_faults(raw, kind)]
     faults += [
@@ -128,10 +130,6 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     ]
     if kind != _GROUPED:
         faults += [f"{file}: {key} = None: {_LATENT_REMEDY}" for key in _OF_LATENT if raw.get(key, 0) is None]
-    if kind == _SPARSE:
-        faults += [
-            f"{file}: {key} = None: must be a number; correct it" for key in _OF_INDEXER if raw.get(key, 0) is None
-        ]
     if "model_type" not in raw:
         faults.append(f"{file}: model_type is missing; expected {_GROUPED!r}, {_LATENT!r} or {_SPARSE!r}")
     keys, rope_faults = _rope(raw)
@@ -143,9 +141,7 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
     else:
         keys["num_nextn_predict_layers"] = mtp[0]
-    special_keys = [*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0]]
-    special_keys += _OF_LATENT if kind == _GROUPED else ()
-    special_keys += (*_OF_INDEXER, "indexer_types") if kind != _SPARSE else ()
+    special_keys = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *_ABSENT[kind])
     plain = [name for name in ModelShape.model_fields if name not in special_keys]
     faults += [f"{file}: {name} is missing; add it" for name in (*plain, *GONE_KEYS) if name not in raw]
     raise_if(faults)
@@ -166,7 +162,7 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("model_type") == _SPARSE and raw.get("head_dim") == parts[0]:
         fixed["head_dim"] = parts[0]  # GLM-5.2 names the other part of a head; no reader computes with it
     fixed |= {"num_key_value_heads": raw.get("num_attention_heads"), "attention_bias": False}
-    fixed |= {"partial_rotary_factor": 1.0, "rope_interleave": True}
+    fixed |= {"partial_rotary_factor": 1.0, "rope_interleave": True, "indexer_rope_interleave": True}
     wrong = {key: value for key, value in fixed.items() if value is not None and raw.get(key, value) != value}
     raw |= {key: value for key, value in {"head_dim": width, "use_qk_norm": False}.items() if key not in wrong}
     if "partial_rotary_factor" not in (raw.get("rope_parameters") or {}):
@@ -175,28 +171,6 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kinds := raw.get("mlp_layer_types"), list):  # transformers has this key instead
         raw.setdefault("first_k_dense_replace", (*kinds, "sparse").index("sparse"))
     return wrong
-
-
-def _complete_indexer(raw: dict[str, Any]) -> list[str]:
-    """Replace the keys that say which layers have an indexer by ``indexer_types``, in place: None if all have. Returns
-    faults."""
-    layers = raw.get("num_hidden_layers")
-    types = raw.get("indexer_types")
-    pattern = raw.get("index_topk_pattern")
-    if types is None and isinstance(pattern, str):
-        names = {"F": "full", "S": "shared"}
-        if set(pattern) - names.keys():
-            return [f"index_topk_pattern = {pattern!r}: must consist of F and S, one for each layer; correct it"]
-        types = [names[letter] for letter in pattern]
-    elif types is None and isinstance(layers, int):
-        frequency = raw.get("index_topk_freq", 1)
-        offset = raw.get("index_skip_topk_offset", 2)  # the default of transformers
-        if type(frequency) is not int or type(offset) is not int or frequency < 1:
-            keys = f"index_topk_freq = {frequency!r}, index_skip_topk_offset = {offset!r}"
-            return [f"{keys}: must be integers, the first at least 1; correct them"]
-        types = list(indexer_types(layers, frequency, offset))
-    raw["indexer_types"] = None if types == ["full"] * len(types or ()) else types
-    return []
 
 
 def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
@@ -226,15 +200,8 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
             "have none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
     base_shape = None if raw is None else shape_of(raw)
-    if shape.is_sparse:
-        kind = _SPARSE
-        absent: tuple[str, ...] = _NOT_OF_LATENT
-    elif shape.is_latent:
-        kind = _LATENT
-        absent = (*_NOT_OF_LATENT, *_OF_INDEXER, "indexer_types")
-    else:
-        kind = _GROUPED
-        absent = (*_OF_LATENT, *_OF_INDEXER, "indexer_types")
+    kind = _SPARSE if shape.is_sparse else _LATENT if shape.is_latent else _GROUPED
+    absent = (*_ABSENT[kind], *(_NOT_OF_LATENT if shape.is_latent else ()))
     if raw is None:
         config = {"model_type": kind, "architectures": _ARCHITECTURES[kind]} | _FIXED
         config |= {"topk_method": "noaux_tc"} if shape.is_latent else {}
@@ -268,12 +235,7 @@ def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
     elif name == "rope_scaling":
         _put_scaling(config, shape)
     elif name == "indexer_types":
-        for key in _INDEXER_SCHEDULE:
-            config.pop(key, None)
-        # transformers' own default gives each layer an indexer, too.
-        config.pop(name, None)
-        if value is not None:
-            config[name] = list(value)
+        put_indexer_types(config, value)
     elif name in _ROPE_KEYS:
         places = [place for place in (config, config.get("rope_parameters")) if place and name in place]
         for place in places or [config]:

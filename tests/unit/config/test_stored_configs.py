@@ -54,7 +54,6 @@ def test_keys_of_two_sections_of_a_run_with_rl(stored):
 
 
 @pytest.mark.parametrize(("section", "keys", "words"), [
-    ("model", {"index_topk": 1}, "model.shape.index_topk = 1 of the checkpoint: this version computes the model"),
     ("model", {"n_group": 2}, "model.shape.n_group = 2 of the checkpoint: this version computes the model"),
     ("moe", {"jitter": 0.1}, "moe.jitter: unknown key; valid keys are"),
     ("moe", {"balance": "softmax"}, 'moe.balance = "softmax": must be'),
