@@ -400,7 +400,7 @@ def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
     return [row for row in PARAMETERS if row.part in parts and row.exists_in(shape)]
 
 
-_LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", "layer", "indexer", "moe")}
+_LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", "layer", "moe")}
 
 
 def layer_rows(shape: ModelShape, kind: str, *, has_indexer: bool = False) -> list[Parameter]:
@@ -408,7 +408,7 @@ def layer_rows(shape: ModelShape, kind: str, *, has_indexer: bool = False) -> li
     with the main model.
 
     Args:
-        has_indexer: the layer chooses keys, see `ModelShape.has_indexer`; a prediction layer of sparse attention always
+        has_indexer: the layer chooses keys, see `ModelShape.has_indexer`; under sparse attention every prediction layer
             does.
     """
     return part_rows(shape, *_LAYERS[kind], *(["indexer"] if has_indexer else []))

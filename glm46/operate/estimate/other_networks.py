@@ -90,7 +90,8 @@ def inference_bytes(
         dense = len(range(stage.start, min(stage.stop, shape.first_k_dense_replace)))
         predicting = depths * is_last
         size = dense * of(layer_rows(shape, "dense")) + (len(stage) - dense) * of(layer_rows(shape, "moe"))
-        size += predicting * of(layer_rows(shape, "mtp")) if predicting else 0
+        size += sum(shape.has_indexer(layer) for layer in stage) * of(part_rows(shape, "indexer"))
+        size += predicting * of(layer_rows(shape, "mtp", has_indexer=shape.is_sparse)) if predicting else 0
         size += of(part_rows(shape, "embedding")) * (not stage.start or bool(predicting))
         size += of(part_rows(shape, "head")) * is_last
         sizes.append(size * copies_weights + (len(stage) + predicting * caches_drafts) * cache)

@@ -78,9 +78,14 @@ class StagePart:
 
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
         """Return the parameters, buffers and adapters of each block; equal blocks share one list."""
-        kinds = list(zip(self.blocks, self.frozen or (Frozen(),) * len(self.blocks), strict=True))
+        has_indexer = [
+            shape.is_sparse if block == "mtp" else shape.has_indexer(self.first_layer + index)
+            for index, block in enumerate(self.blocks)
+        ]
+        kinds = list(zip(self.blocks, has_indexer, self.frozen or (Frozen(),) * len(self.blocks), strict=True))
         rows = {
-            kind: [*self._of_run(layer_rows(shape, kind[0]), shape), *kind[1].adapters] for kind in dict.fromkeys(kinds)
+            kind: [*self._of_run(layer_rows(shape, kind[0], has_indexer=kind[1]), shape), *kind[2].adapters]
+            for kind in dict.fromkeys(kinds)
         }
         return [rows[kind] for kind in kinds]
 
@@ -95,7 +100,7 @@ class StagePart:
 
     def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
         if self.frozen is None:
-            return rows
+            return [replace(row, is_frozen=True) if row.part == "indexer" else row for row in rows]
         rows = in_base_dtype(rows, shape, self.frozen[0].base_dtype)
         return [replace(row, is_frozen=True) if row.optimizer else row for row in rows]
 
