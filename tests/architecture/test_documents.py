@@ -84,9 +84,11 @@ def headings(page: Path) -> set[str]:
 
 
 def test_stops_of_the_ways_exist():
-    """``file: name`` in docs/architecture.md: the file defines the name at its top level."""
+    """``file: name`` in docs/architecture.md, and the names that follow it: the file defines them at its top level, or
+    in the class before the dot."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    stops = re.findall(r"`([\w/]+\.py): (\w+)`", text)
+    rows = re.findall(r"`([\w/]+\.py): ([\w.]+)`((?:, `\w+`)*)", text)
+    stops = [(file, name) for file, first, others in rows for name in (first, *re.findall(r"\w+", others))]
     ways = re.split(r"\n\*\*(?:A|An) [\w ]+\*\*\n", text)[1:]
     assert len(ways) == 6 and [len(re.findall(r"(?m)^\d\. `", way)) for way in ways] == [6] * 6
     unknown = []
@@ -97,6 +99,8 @@ def test_stops_of_the_ways_exist():
         names |= {getattr(node.target, "id", "") for node in tree.body if isinstance(node, ast.AnnAssign)}
         assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
         names |= {getattr(target, "id", "") for target in assigned}
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        names |= {f"{node.name}.{getattr(part, 'name', '')}" for node in classes for part in node.body}
         if name not in names:
             unknown.append(f"{file}: {name}")
     assert unknown == []
