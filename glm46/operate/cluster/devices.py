@@ -16,12 +16,15 @@ from glm46.operate.cluster.rank_group import RankGroup
 from glm46.operate.cluster.results import FAIL, SKIP, Defect, Result, judge
 
 _ROUNDS = 6
+"""Repetitions of a collective or of an exchange; the quickest one counts."""
 _MIN_SHARE = 0.6
-"""Minimum part of the median for a rank, in the best of several rounds."""
+"""Minimum speed of a CPU's products, relative to the median of all ranks."""
 _MIN_SHARE_GPU = 0.9
-_MIN_PAIR_SHARE = 0.3
+"""The same for a GPU."""
 _MIN_PEAK_SHARE = 0.65
-"""Minimum part of the vendor's peak, for large products in BF16."""
+"""Minimum speed of a GPU's products in BF16, relative to the vendor's peak."""
+_MIN_PAIR_SHARE = 0.3
+"""Minimum speed between two hosts, relative to the median of all ranks."""
 _MIN_GB_PER_SECOND = 0.02
 """Minimum speed of any link: 1 Gb/s gives 0.1."""
 _HOST_BUS = {"B200": 780, "H200": 430, "H100": 440, "H800": 150, "A100": 220}
@@ -52,7 +55,8 @@ def products(ranks: RankGroup) -> Result:
     least = (_MIN_SHARE_GPU if ranks.is_gpu else _MIN_SHARE) * statistics.median_high(ranks.gather(speed))
     least = max(least, _MIN_PEAK_SHARE * peak.bf16_flops / 1e12 if peak else 0.0)
     ones = torch.ones(size, dtype=torch.float64, device=device)
-    # Exact in FP32, and in FP64 here. BF16 rounds entries above 256 by one: 4.3 standard deviations of 8192 terms.
+    # Row sums, exact in FP64, find a wrong entry in O(n^2). Products in FP32 are exact. BF16 changes odd entries above
+    # 256 by one: at most three of a row with this seed. Eight leave room for kernels that add rounded parts.
     error = largest(out.double() @ ones - left_factor.double() @ (right_factor.double() @ ones))
     allowed = 8.0 if ranks.is_gpu else 0.0
     faults = []
@@ -76,8 +80,9 @@ def collectives(ranks: RankGroup) -> Result:
     world = ranks.process.world_size
     rank = ranks.process.rank
     device = ranks.process.device
-    least_size = 2**28 if ranks.is_gpu else 2**22
-    count = (4 * least_size if ranks.is_full else least_size) // 4 // world * world
+    least_bytes = 2**28 if ranks.is_gpu else 2**22
+    tensor_bytes = 4 * least_bytes if ranks.is_full else least_bytes
+    count = tensor_bytes // 4 // world * world  # FP32, the same number for each rank
     local = torch.full((count,), float(rank + 1), device=device)
     whole = torch.empty_like(local)
     part = torch.empty(count // world, device=device)
@@ -110,10 +115,10 @@ def collectives(ranks: RankGroup) -> Result:
         values.append(f"{name} {bus:.3g}")
         least = _least_bus(ranks) if name == "all-reduce" else _MIN_GB_PER_SECOND
         if world > 1 and bus < least:
-            remedy = "docs/nccl.md: look at the links, tune nothing first"
+            remedy = "docs/nccl.md: look at the links before you tune anything"
             faults.append(Defect(FAIL, f"{name} {bus:.3g} GB/s < {least:g} GB/s", remedy))
     value = f"right; {', '.join(values)} GB/s bus bandwidth with {count * 4 / 2**20:.0f} MiB"
-    requirement = f"exact; all-reduce >= {_least_bus(ranks):g} GB/s"
+    requirement = f"exact; all-reduce >= {_least_bus(ranks):g} GB/s, the others >= {_MIN_GB_PER_SECOND:g} GB/s"
     return judge("collectives", faults, value, requirement)
 
 
@@ -127,7 +132,8 @@ def _least_bus(ranks: RankGroup) -> float:
 def pairs(ranks: RankGroup) -> Result:
     """Check two rounds of pairs of hosts: (0, 1), (2, 3) and (1, 2), (3, 4). On one host, pairs of ranks.
 
-    Each host is in two pairs, and a host whose pairs are both slow has a slow link. All ranks of a host send at once,
+    Each host but the first and the last is in two pairs. The better one counts, so a host that is slow in all its pairs
+    has a slow link; for the first and the last it may also be their only partner's. All ranks of a host send at once,
     each to the rank with its number on the other host.
     """
     world = ranks.process.world_size
@@ -139,6 +145,7 @@ def pairs(ranks: RankGroup) -> Result:
     block = torch.empty(2**26 if ranks.is_gpu else 2**20, device=ranks.process.device)
     best = 0.0
     for shift in (0, 1):
+        # The partner in (0, 1), (2, 3), ...; or in (1, 2), (3, 4), ..., which are these pairs after a shift by one.
         other = ((unit + shift) ^ 1) - shift
         ranks.meet()
         if 0 <= other < units:

@@ -18,12 +18,12 @@ _EXPECTED = (
     ("remap failed", "remapped_rows/remapped_row_failure", "No", FAIL, "ISOLATE the host"),
     ("recovery action", "gpu_recovery_action", "None", FAIL, "RESET, REBOOT or ISOLATE, as the action says"),
 )
-"""Name, field, good value, status and remedy of fields with words."""
+"""Fields with words: name, field, good value, and status and remedy of any other value."""
 _LARGEST = (
     ("temperature in C without load", "temperature/gpu_temp", 55, "look at the cooling; a job may run there"),
     ("memory in use in MiB", "fb_memory_usage/used", 1024, "end the job that nvidia-smi shows there"),
 )
-"""Name, field, largest good value and remedy of fields with numbers."""
+"""Fields with numbers: name, field, largest good value, and remedy of a larger one, which is a FAIL."""
 _THROTTLED = re.compile("hw_slowdown|hw_thermal_slowdown|hw_power_brake_slowdown|sw_thermal_slowdown")
 
 

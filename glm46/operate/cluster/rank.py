@@ -38,7 +38,8 @@ _END_SECONDS = 2.0
 
 
 def run_rank(arguments: argparse.Namespace, config: RunConfig | None) -> int:
-    """Take part as one rank; return the exit code. Collective."""
+    """Take part as one rank. Return the exit code, 1 if a check raised an error; a FAIL is only in the file.
+    Collective."""
     die_with_parent()
     # The system ends a rank that hangs, also in a call that no exception interrupts.
     signal.alarm(_RANK_SECONDS[arguments.full])
@@ -50,8 +51,9 @@ def run_rank(arguments: argparse.Namespace, config: RunConfig | None) -> int:
     try:
         ranks = _join(_WAIT_SECONDS[arguments.full], is_full=arguments.full)
         results_by_rank = ranks.gather(results)
-        hosts = [results[0].host for results in results_by_rank]
-        results = [result for results in dict(zip(hosts, results_by_rank, strict=True)).values() for result in results]
+        hosts = [rank_results[0].host for rank_results in results_by_rank]
+        results_by_host = dict(zip(hosts, results_by_rank, strict=True))
+        results = [result for host_results in results_by_host.values() for result in host_results]
         for next_name, check in _checks(ranks, config).items():
             name = next_name
             results += merge_ranks(hosts, ranks.gather(check()))
@@ -87,7 +89,7 @@ def _checks(ranks: RankGroup, config: RunConfig | None) -> dict[str, Callable[[]
         facts = host_facts("" if config is None else dump_config(config))
         checks |= {"equal hosts": partial(equal_hosts, ranks, facts), "clock offset": partial(clock_offset, ranks)}
     if config is not None:
-        # If the degrees do not fit the ranks, which `launch` refuses: the plan of the fewest ranks that they allow.
+        # Degrees that do not fit the ranks, which `launch` refuses, are checked with the fewest ranks that they allow.
         plan = resolve_plan(config, None if check_config(config, world_size=world_size) else world_size)
         if ranks.hosts > 1:
             checks["shared folder"] = partial(shared_folder, ranks, plan)
