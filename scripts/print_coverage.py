@@ -1,4 +1,4 @@
-"""Print how much of each package the tests ran, and which lines and branches of the core they did not run.
+"""Print which lines and branches of the core the tests did not run, and how much of each package they ran.
 
     python scripts/print_coverage.py build/coverage/data
 
@@ -57,7 +57,7 @@ def ranges(numbers: Iterable[int]) -> str:
     """Return increasing line numbers as text, such as ``3-5, 9``."""
     texts = []
     first = last = -1
-    for number in [*numbers, -1]:
+    for number in [*numbers, -1]:  # -1 ends the last range
         if number == last + 1:
             last = number
             continue
@@ -81,8 +81,9 @@ def read_report(data: Path) -> dict[str, dict]:
 
 
 def main(data: str) -> None:
-    """Print the table by package, then the lines and branches of the core that did not run."""
+    """Print the lines and branches of the core that did not run, then the table by package."""
     report = read_report(Path(data))
+    # Two rows are sums of others: "all" of every package, "core" of those of the core.
     packages: dict[str, Coverage] = defaultdict(Coverage)
     for file, content in sorted(report.items()):
         packages[package_of(file)].add(content["summary"])
@@ -93,9 +94,11 @@ def main(data: str) -> None:
     for file, content in sorted(report.items()):
         missing = content["missing_lines"]
         # A branch from or to a line that did not run is clear from the line.
-        branches = [f"{a} to {b}" for a, b in content["missing_branches"] if a not in missing and b not in missing]
+        branches = [branch for branch in content["missing_branches"] if not {*branch} & {*missing}]
+        # A negative end is the exit of the function that begins there.
+        texts = [f"{start} to {end if end > 0 else 'exit'}" for start, end in branches]
         if is_core(file) and (missing or branches):
-            print(f"  {file}: lines {ranges(missing) or 'none'}; branches {', '.join(branches) or 'none'}")
+            print(f"  {file}: lines {ranges(missing) or 'none'}; branches {', '.join(texts) or 'none'}")
     print("\nCoverage by package:")
     for package in [*sorted(packages.keys() - {"core", "all"}), "core", "all"]:
         if packages[package].lines:

@@ -42,9 +42,9 @@ CORE = (
 )  # fmt: skip
 """The trainer: the packages that a person reads to trust a gradient, a batch, a save and a stop."""
 BASE_OF_CORE = ("config", "files", "compat")
+"""What the core may import besides itself."""
 RL_USERS = {"glm46.commands.rl", "glm46.operate.launch.rl_servers", "glm46.operate.launch.rl_start"}
 """The verbs of reinforcement learning, and the check of its files before a start."""
-"""What the core may import besides itself."""
 MOST_VERB_STATEMENTS = 110
 """Limit for a file in `commands`: a verb parses its options and calls a package."""
 _UNLISTED = 21  # a package that is not in the table may be imported by nobody
