@@ -1,9 +1,10 @@
 """Rules in the metadata of a field, given with `Annotated`. `rules_fields` checks them.
 
 Each rule is between the field and another key: a dotted key of the same section, or else of the whole config. ``[]`` in
-it stands for any entry of an array. Both have the values of presets. A key without effect (`Needs`) breaks no rule.
+it stands for any entry of an array. Both have the values of presets. A key without effect (`Needs`) is not checked, and
+counts as absent for the rules of other keys.
 
-A value is *on* if it is anything except absent, empty, false and 0.
+A value is *on* if it is anything except absent, empty, false and 0. A schedule is on if one of its values is.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 from glm46.config.faults import near_values, show
 
 Values: TypeAlias = Any
-"""A value, or a tuple of values; an array has it if one of its entries has it. None: any value that is on."""
+"""The values that a rule asks for: one, or a tuple. An array matches if one of its entries does. None asks for any
+value that is on."""
 
 
 class Place(NamedTuple):
@@ -27,7 +29,8 @@ class Place(NamedTuple):
     whole_key: Callable[[str], str]
     """Returns the dotted key from the root that the key of a rule stands for."""
     find: Callable[[str], list[Any]]
-    """Returns the values of a dotted key from the root; an empty list if the key has no effect."""
+    """Returns the values of a dotted key from the root; an empty list if the key has no effect by its own `Needs`. Keys
+    with ``[]``, and keys inside a table without effect, count as having one."""
 
     def values(self, key: str) -> list[Any]:
         """Return the values of the key of a rule."""
@@ -51,8 +54,12 @@ class FieldRule:
 
 @dataclass(frozen=True)
 class Needs(FieldRule):
-    """The field has an effect only if another key has one of some values. A key that is set without effect is
-    refused, skipped in dumps, and dropped where the command line changes the other key."""
+    """The field has an effect only if another key has one of some values. All `Needs` of a field must hold. They look
+    at the value of the other key, not at whether it has an effect: a key behind two switches names both.
+
+    A key that is set without effect is refused, except where the command line changes the other key: `load_config` then
+    gives it its default. `dump_config` skips keys without effect.
+    """
 
     key: str
     value: Values = None
@@ -91,7 +98,7 @@ class Needs(FieldRule):
             return ""
         if self.value is not None:
             return f"{key}{_equal(self.value)}{f' or {self.unless}' if self.unless else ''}"
-        if False in values and values[0] is False:
+        if values and values[0] is False:
             return f"{key} = true"
         return f"{key} above {self.above or 0}" if self.above is not None or 0 in values else key
 
@@ -154,12 +161,12 @@ class Requires(FieldRule):
         if not has_value(place.value, self.when) or any(map(place.has, (self.key, *self.unless))):
             return None
         other = place.whole_key(self.key)
-        return f"needs {other}, which is absent; {self.remedy or f'set {other}'}"
+        return f"needs {other}, which is absent or has no effect; {self.remedy or f'set {other}'}"
 
 
 @dataclass(frozen=True)
 class AtMost(FieldRule):
-    """The field is at most as large as another key."""
+    """The field is at most as large as another key, in an array as its smallest entry. Both are integers."""
 
     key: str
 
@@ -174,7 +181,8 @@ class AtMost(FieldRule):
 
     def broken(self, place: Place) -> str | None:
         """Return the fault of a larger value."""
-        limit = min((value - self.is_exclusive for value in place.values(self.key) if value is not None), default=None)
+        margin = 1 if self.is_exclusive else 0
+        limit = min((value - margin for value in place.values(self.key) if value is not None), default=None)
         if place.value is None or limit is None or place.value <= limit:
             return None
         other = place.whole_key(self.key)
@@ -184,29 +192,28 @@ class AtMost(FieldRule):
 
 @dataclass(frozen=True)
 class Divides(FieldRule):
-    """The field, a number of ranks, divides another key."""
+    """The field, a number of ranks, divides another key. One rank divides nothing, so 1 is always possible."""
 
     key: str
 
     times: int | str = 1
-    """Factor of the field, or a key that has it: the product divides the other key."""
+    """Factor of the field, or a key that has it: the product divides the other key, unless the field is 1."""
 
     def __str__(self) -> str:
         return f"{'Divides' if self.times == 1 else f'Its product with {self.times} divides'} {self.key}."
 
     def is_kept(self, place: Place, number: int) -> bool:
         """Return True if a number divides the other key."""
-        factors = place.values(self.times) if isinstance(self.times, str) else [self.times]
-        return number == 1 or not any(size % (number * factors[0]) for size in place.values(self.key) if size)
+        factor = place.values(self.times)[0] if isinstance(self.times, str) else self.times
+        return number == 1 or all(size % (number * factor) == 0 for size in place.values(self.key) if size)
 
     def broken(self, place: Place) -> str | None:
         """Return the fault of a number that does not divide the other key, with the nearest ones that do."""
         if self.is_kept(place, place.value):
             return None
-        rules = [mark for mark in place.rules if isinstance(mark, Divides)]
-        near = near_values(
-            place.value, place.values(self.key)[0], lambda number: all(mark.is_kept(place, number) for mark in rules)
-        )
+        most = place.values(self.key)[0]
+        divisors = [rule for rule in place.rules if isinstance(rule, Divides)]
+        near = near_values(place.value, most, lambda number: all(rule.is_kept(place, number) for rule in divisors))
         verb = "must divide" if self.times == 1 else f"{self.times} times it must divide"
         return f"{verb} `{place.whole_key(self.key)}`; {near}"
 
@@ -221,7 +228,7 @@ def choices(values: Values) -> tuple[Any, ...]:
 
 
 def has_value(value: object, values: Values) -> bool:
-    """Return True if a value, or an entry of an array, is one of some values; for None, if it is on."""
+    """Return True if a value, or an entry of an array, is one of some values; if ``values`` is None, if it is on."""
     if values is not None:
         return any(entry in choices(values) for entry in choices(value))
     return any(number for _, number in value) if _has_points(value) else bool(value)

@@ -17,7 +17,7 @@ class IdleKey(NamedTuple):
 
     key: str
     is_stated: bool
-    """True if the config sets the key to anything except a default that is "off"."""
+    """False if the key is not set, None, a default that is off, or off where `Needs.absent` applies."""
     switch: str
     """Dotted key whose value disables the key."""
     remedy: str
@@ -37,6 +37,8 @@ def fields_keep_their_rules(config: RunConfig) -> Faults:
     def find(key: str) -> list[Any]:
         return [] if key in idle_names else values_at(full, key)
 
+    # `ModelShape` has the rules of shapes, the table [model.shape] has none. For [rl] it is the other way round: the
+    # fields of its resolved form are redefined without their rules.
     for field in fields_of(config.model_copy(update={"model": full.model})):
         rules = [mark for mark in field.info.metadata if isinstance(mark, FieldRule)]
         if not rules or field.key in idle_names:
@@ -88,8 +90,9 @@ def _idle_key(field: FieldValue, need: Needs, full: Section) -> IdleKey | None:
     is_enabled = need.unless and any(find(field.whole_key(need.unless)))
     if is_enabled or any(map(need.suffices, values)):
         return None
-    is_default = field.value == field.info.default
-    is_off = field.value is None or (is_default and field.value in (0, "", (), "auto"))
-    is_set = field.name in field.section.model_fields_set
-    is_stated = is_set and not (is_off or (need.absent and not field.value))
-    return IdleKey(field.key, bool(is_stated), switch.partition("[]")[0], need.remedy(switch, values), need.absent)
+    # A value that asks for nothing loses nothing: it may be stated without effect.
+    is_off_by_default = field.value == field.info.default and field.value in (0, "", (), "auto")
+    is_off_as_needed = bool(need.absent) and not field.value
+    asks_nothing = field.value is None or is_off_by_default or is_off_as_needed
+    is_stated = field.name in field.section.model_fields_set and not asks_nothing
+    return IdleKey(field.key, is_stated, switch.partition("[]")[0], need.remedy(switch, values), need.absent)

@@ -138,7 +138,7 @@ def test_samples_that_do_not_fit_are_refused_before_a_step(make_config, base):
 
 def test_faults_name_key_and_remedy(make_config):
     (fault,) = check_config(make_config(finetune={}), world_size=1)
-    assert fault.startswith("[finetune]: needs checkpoint.initial_load_path, which is absent; name the trained weights")
+    assert fault.startswith("[finetune]: needs checkpoint.initial_load_path, which is absent or has no effect; name")
     config = tuned(make_config, "base", inference={"prompt": "def"})
     (fault,) = check_config(config, world_size=1)
     assert fault.startswith('inference.prompt = "def": ') and "finetune.samples" in fault
