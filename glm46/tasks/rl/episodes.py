@@ -12,7 +12,7 @@ from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.files.scratch import async_scratch_folder
 from glm46.files.standard_output import LineWriter, print_line
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.episode_checks import kept_failure, without
+from glm46.tasks.rl.episode_checks import kept_failure, task_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rollout.background import Member
@@ -141,7 +141,7 @@ class CommandEpisodes:
     async def _run_programs(self, prompt: Prompt, session: Session, requests: Requests, folder: str) -> Episode:
         table = self._table
         policy = self._endpoint.open(session, table.max_turns, requests)
-        task = without(prompt.row, self._prompts.label_key)
+        task = task_of(prompt, self._prompts)
         try:
             outcome, score = await self._workers.run(task, folder, table.seconds, policy)
         finally:

@@ -19,6 +19,11 @@ _MOST_SHOWN = 200
 _LEAVE_SECONDS = 5.0
 
 
+def task_text(task: object) -> str:
+    """Return the row of an episode as the value of `TASK_NAME`: JSON in ASCII."""
+    return json.dumps(task, default=str)
+
+
 @dataclass(eq=False)
 class _Worker:
     """A running program that runs many episodes."""
@@ -68,7 +73,7 @@ class Workers:
         """
         if self._most_idle is not None:
             return await self._run_in_worker(task, seconds, policy, self._most_idle)
-        variables = policy.variables | {TASK_NAME: json.dumps(task, default=str)}
+        variables = policy.variables | {TASK_NAME: task_text(task)}
         outcome = await self._programs.run(self._command, folder, variables, seconds, policy=policy)
         return outcome, last_number(outcome.output, is_cut=bool(outcome.fault))
 

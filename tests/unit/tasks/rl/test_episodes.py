@@ -31,6 +31,7 @@ from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool
 from glm46.tasks.rl.rollout import programs, workers
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules
+from glm46.tasks.rl.rollout.workers import task_text
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from tests.processes import HANG_SECONDS, wait_until
@@ -354,7 +355,7 @@ def test_a_row_too_large_for_a_variable_is_refused_before_work(tmp_path):
     most = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1 - len(json.dumps({"files": ""}))
 
     def start() -> int:
-        return subprocess.run(["true"], env={TASK_NAME: task_of(prompts[1], table.prompts)}).returncode
+        return subprocess.run(["true"], env={TASK_NAME: task_text(task_of(prompts[1], table.prompts))}).returncode
 
     prompts[1] = prompts[1]._replace(row={"files": "x" * most})
     require_episodes(table.environment, table.prompts, prompts)
