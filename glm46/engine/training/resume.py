@@ -27,8 +27,10 @@ from glm46.storage.checkpoint.manager import CheckpointManager
 
 
 def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> tuple[Progress, dict[str, Any] | None]:
-    """Load the state that the run starts from: for each network the folders of weights, then the checkpoint.
-    Collective.
+    """Load the state that the run starts from. Collective.
+
+    For each network: frozen weights, and in a new run weights of other programs. Then the checkpoint, or in a new run
+    the step folder of an earlier phase.
 
     Returns:
         The progress, and the metadata of the checkpoint or of the weights; None if the run starts from initial weights.
@@ -37,15 +39,16 @@ def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> 
         UserError: the checkpoint or the weights do not match the model or the data.
     """
     config = task.plan.config.checkpoint
-    # Every checkpoint holds the states of torch's generators, and torch's default seed may be random.
+    # Checkpoints hold the states of torch's generators: those of equal runs are equal. Torch's own seed may be random.
     torch.manual_seed(task.plan.config.debug.seed)
     resumed = _resumed_checkpoint(task, checkpoints)
-    main = next(iter(task.networks))
+    main_name = next(iter(task.networks))
     read_metas: dict[str, dict[str, Any]] = {}
     for name, network in task.networks.items():
         names_read: set[str] = set()
-        for folder in _weight_folders(network, is_main=name == main, is_new=resumed is None):
-            is_step = kind_of(folder) is Kind.STEP
+        folders = _weight_folders(network, is_main=name == main_name, is_new=resumed is None)
+        for folder, kind in folders.items():
+            is_step = kind is Kind.STEP
             opened = StepWeights(network, folder, checkpoints) if is_step else weights.open(network, folder)
             assert names_read.isdisjoint(opened.names), "each weight is read from one folder"
             names_read.update(opened.names)
@@ -57,8 +60,8 @@ def start(task: Task, checkpoints: CheckpointManager, weights: WeightSource) -> 
         _refuse_other_origin(task, weights, meta, _folder_of(resumed, checkpoints))
         return Progress(**meta["progress"]), meta
     progress = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
-    if main in read_metas or config.initial_load_folder is None:  # read above, or initial weights
-        return progress, read_metas.get(main)
+    if main_name in read_metas or config.initial_load_folder is None:  # read above, or initial weights
+        return progress, read_metas.get(main_name)
     meta = _load_phase(task, checkpoints, config.initial_load_folder)
     if not config.initial_load_model_only:
         # Do not read again what the earlier phase has read.
@@ -76,23 +79,25 @@ def _resumed_checkpoint(task: Task, checkpoints: CheckpointManager) -> int | Pat
     return config.load_folder if step is None else step
 
 
-def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> list[Path]:
-    """Return the folders of weights that a start reads into a network, in this order.
+def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> dict[Path, Kind]:
+    """Return the folders of weights that a start reads into a network, in this order, with their kinds.
 
     Checkpoints hold no frozen weights (the base of adapters, and complete frozen networks), so every start reads them.
     A network that is trained without adapters reads weights only if it is the main one, the run is new, and the folder
-    is one of another program: a step folder is loaded as a checkpoint instead, by `_load_phase`.
+    is one of another program: a step folder is loaded as a checkpoint instead, by `_load_phase`. Adapters are in every
+    checkpoint, so only a new run reads a folder of adapters, after their base.
     """
-    config = network.plan.config
-    folders = []
+    config = network.plan.config  # of this network: others than the main one name their own folder in it
+    folders: dict[Path, Kind] = {}
     folder = config.checkpoint.initial_load_folder
-    if folder is not None:
-        is_foreign = config.checkpoint.initial_load_in_hf or kind_of(folder) is Kind.DCP
-        if _has_frozen_weights(network) or (is_main and is_new and is_foreign):
-            folders.append(folder)
+    is_frozen = _has_frozen_weights(network)
+    if folder is not None and (is_frozen or (is_main and is_new)):
+        kind = kind_of(folder)
+        if is_frozen or config.checkpoint.initial_load_in_hf or kind is Kind.DCP:
+            folders[folder] = kind
     adapters = None if config.adapter is None else config.adapter.initial_load_folder
     if network.is_adapted and is_new and adapters is not None:
-        folders.append(adapters)
+        folders[adapters] = kind_of(adapters)
     return folders
 
 
@@ -134,10 +139,11 @@ def _load_phase(task: Task, checkpoints: CheckpointManager, folder: Path) -> dic
     """Load what the [checkpoint] initial_load keys ask for from the step folder of an earlier phase, and return its
     metadata. Collective."""
     tensors = checkpoint_tensors(task)
-    ignored = names_not_loaded(task, tensors, folder)
-    meta = _load(task, checkpoints, folder, tensors, ignored=ignored)
-    main = next(iter(task.networks.values()))
-    main.take_gates(meta, {name: weight for name, weight in main.weights().items() if f"model.{name}" not in ignored})
+    not_loaded = names_not_loaded(task, tensors, folder)
+    meta = _load(task, checkpoints, folder, tensors, not_loaded)
+    network = next(iter(task.networks.values()))  # the main one
+    loaded = {name: weight for name, weight in network.weights().items() if f"model.{name}" not in not_loaded}
+    network.take_gates(meta, loaded)
     return meta
 
 
@@ -162,6 +168,8 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         )
     if not_finite_line:
         causes.append(f"after step {progress.step} {not_finite_line}")
+    if not causes:
+        causes.append(f"a save before step {progress.step + 1} found values that are not finite; they are finite now")
     cause = "; ".join(causes)
     if progress.rollbacks >= training.max_rollbacks:
         after = f" after {progress.rollbacks} of training.max_rollbacks = {training.max_rollbacks}"
@@ -178,7 +186,9 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         )
     meta = _resume(task, checkpoints, source)
     earlier = Progress(**meta["progress"])
-    first_bad_sample = earlier.samples if not_finite_line else progress.bad_since_sample
+    # Skipped steps alone name their samples. Values that are not finite may be due to any sample since the checkpoint.
+    are_samples_known = progress.skipped_in_a_row and not not_finite_line
+    first_bad_sample = progress.bad_since_sample if are_samples_known else earlier.samples
     return progress.rolled_back_to(earlier, first_bad_sample), meta
 
 
@@ -199,20 +209,21 @@ def _load(
     checkpoints: CheckpointManager,
     source: int | Path,
     tensors: dict[str, Tensor],
-    ignored: Collection[str] = (),
+    not_loaded: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Load all tensors except `ignored` from a step of this run, or from the step folder of another run. Collective.
+    """Load tensors from a step of this run, or from the step folder of another run. Collective.
 
     Args:
         tensors: see `checkpoint_tensors`; the values are written into them.
+        not_loaded: names of tensors of this run that keep their values, and of the checkpoint that stay unread.
 
     Returns:
         The metadata of the checkpoint.
     """
-    loaded = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    loaded = {name: tensor for name, tensor in tensors.items() if name not in not_loaded}
     # Optional: with another number of ranks there are other generators. No result depends on them.
     try:
-        meta = checkpoints.load(source, loaded, optional=("rng.",), ignored=(*ignored, "rng."))
+        meta = checkpoints.load(source, loaded, optional=("rng.",), ignored=tuple(not_loaded))
     except UserError as error:
         faults = explain_load_faults(error.faults, task.plan.config, _folder_of(source, checkpoints))
         raise UserError(*on_first_rank(*faults)) from None

@@ -42,15 +42,18 @@ def kind_of(path: Path) -> Kind:
         names = {entry.name for entry in path.iterdir()}
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; give this user the right to read it") from error
-    has_weights = any(name.endswith(".safetensors") for name in names)
+    has_tensor_files = any(name.endswith(".safetensors") for name in names)  # weights, or tokens of shards
     is_draft = path.suffix == ".tmp"  # an interrupted save of a step folder
-    if _METADATA in names and not has_weights and not {MANIFEST, META} & names and not is_draft:
+    # A step folder has DCP's metadata too. It adds a manifest and its own metadata, which a draft may not have yet.
+    # Weights in safetensors decide the kind of a folder that has both formats.
+    is_ours = bool({MANIFEST, META} & names) or is_draft
+    if _METADATA in names and not is_ours and not has_tensor_files:
         return Kind.DCP
-    if MANIFEST in names and has_weights:
+    if MANIFEST in names and has_tensor_files:
         return Kind.SHARDS
     if _ADAPTER in names:
         return Kind.PEFT
-    if _CONFIG in names or has_weights or _INDEX in names:
+    if _CONFIG in names or has_tensor_files or _INDEX in names:
         return Kind.HUGGING_FACE
     if {MANIFEST, META, _METADATA} & names:
         return Kind.STEP

@@ -37,7 +37,7 @@ from glm46.operate.launch.train_rank import train
 from glm46.operate.models.checkpoint_steps import summarise
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint import save
-from glm46.storage.checkpoint.integrity import published_steps
+from glm46.storage.checkpoint.integrity import META, published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining
@@ -433,6 +433,34 @@ def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_con
     settings["training"] |= {"max_rollbacks": 1}
     assert train(make_config(**settings)) == 0
     assert saved_steps(config)[-1] == 8
+
+
+@pytest.mark.slow
+def test_values_that_only_a_save_found_not_finite_name_the_save_and_roll_back_to_the_checkpoint(
+    make_config, monkeypatch
+):
+    """The weights are finite again when the run reacts. Which samples were bad is unknown: step 2 was skipped long ago
+    for another reason, and its samples are not excluded again."""
+    settings = dict(checkpoint={"interval": 1, "async_mode": "disabled"}, training={"steps": 6})
+    begin_step = loop.begin_step
+
+    def heal(task, *arguments):
+        local(task.network.parameters["layers.1.mlp.experts.down"].detach()).nan_to_num_()
+        return begin_step(task, *arguments)
+
+    monkeypatch.setattr(loop, "begin_step", heal)
+    spoil(monkeypatch, after_step=4)
+    poison(monkeypatch, {2})
+    config = make_config(**settings)
+    with pytest.raises(Diverged, match="^a save before step 5 found values that are not finite; .*optimizer.lr"):
+        train(config)
+    spoil(monkeypatch, after_step=1)  # of the run that resumes
+    settings["training"] |= {"max_rollbacks": 1}
+    config = make_config(**settings)
+    assert train(config) == 0
+    progress = json.loads((step_folder(config.checkpoint_folder, 6) / META).read_text())["progress"]
+    assert progress["rollbacks"] == 1 and progress["bad_since_step"] == 2
+    assert progress["excluded_samples"] == [[6, 8]]  # of step 4; a step reads two
 
 
 @pytest.mark.slow
