@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.options import VerbParser, integer, verb_parser, whole
+from glm46.config.options import VerbParser, integer, number, verb_parser, whole
 from glm46.operate.launch.model_options import add_model_options
 
 _NEW_TOKENS = 128
@@ -57,13 +57,13 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--stop-token", action="append", default=[], metavar="TEXT", help="end at this token too; again for more"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most likely token")
+    parser.add_argument("--temperature", type=number, default=0.0, help="0, the default, takes the most likely token")
     parser.add_argument("--top-k", type=integer, help="sample among this many most likely tokens")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="sample among the most likely tokens up to this probability"
+        "--top-p", type=number, default=1.0, help="sample among the most likely tokens up to this probability"
     )
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="leave out tokens below this part of the highest probability"
+        "--min-p", type=number, default=0.0, help="leave out tokens below this part of the highest probability"
     )
     parser.add_argument("--seed", type=whole(-(2**63), 2**64 - 1), default=0, help="of the sampling")
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")

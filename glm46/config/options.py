@@ -109,6 +109,13 @@ def list_of(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...
     return lambda text: tuple(parse(part) for part in text.split(","))
 
 
+def number(text: str) -> float:
+    """Parse an option that is a number. Its verb checks the range, and refuses NaN and infinity."""
+    with suppress(ValueError):
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number, such as 0.9")
+
+
 def above_zero(text: str) -> float:
     """Parse an option that is a finite number greater than 0."""
     with suppress(ValueError):

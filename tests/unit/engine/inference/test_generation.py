@@ -278,7 +278,7 @@ def test_frequencies_are_the_probabilities_of_the_model(predictable, speculative
         exact = [logprobs[0, 1, row.tokens[0]], logprobs[row.tokens[0], 2, row.tokens[1]]]
         assert row.logprobs == pytest.approx(
             [x.item() for x in exact], abs=5e-5
-        )  # FP32, logits of order 1; processors differ0
+        )  # FP32, logits of order 1; processors differ
     common = wanted * len(rows) >= 5  # the approximation holds for expected counts from about 5 on
     found = torch.cat([drawn[common], drawn[~common].sum()[None]])
     expected = torch.cat([wanted[common], wanted[~common].sum()[None]]) * len(rows)
