@@ -5,6 +5,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ _Result = TypeVar("_Result")
 _LAST_CALL = "last call"
 _END_SECONDS = 30.0
 """Maximum wait for the ends of the coroutines of a loop."""
+_CANCEL_SECONDS = 1.0
+"""Maximum wait for what has not ended by then, and is cancelled once more."""
 
 
 class EventLoop:
@@ -41,19 +44,22 @@ class EventLoop:
         """Cancel all coroutines, run `last`, and end the thread, within half a minute: what has not ended by then hangs
         and must not hold up the end of the run."""
         if "_loop" in vars(self):
-            wait([self.begin(_end_others(last))], _END_SECONDS)
+            wait([self.begin(_end_others(last))], _END_SECONDS + _CANCEL_SECONDS)
             self.call(self._loop.stop)
             del self._loop  # a later coroutine starts another one
 
 
 async def _end_others(last: Callable[[], Awaitable[None]] | None) -> None:
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a cancelled one may start a last call
-        for task in others:
-            if task.get_name() != _LAST_CALL:
-                task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-    if last is not None:
-        await last()
+    # The limit cancels what is awaited here: asyncio complains about tasks that are pending when their loop is gone.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_SECONDS):
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a cancelled one may start a last call
+                for task in others:
+                    if task.get_name() != _LAST_CALL:
+                        task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+            if last is not None:
+                await last()
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -196,6 +196,8 @@ def test_the_end_of_a_loop_waits_for_last_calls_and_not_for_what_hangs(loop, mon
         await asyncio.Event().wait()
 
     loop.begin(leaving())
+    asyncio_loop = loop._loop
     began = time.monotonic()
     loop.stop(close)
     assert time.monotonic() - began < 30.0 and done == ["last", "close"]
+    assert not asyncio.all_tasks(asyncio_loop)  # asyncio would complain on standard error
