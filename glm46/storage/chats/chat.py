@@ -5,10 +5,8 @@ Special tokens are written by id, and text is encoded as text: a marker inside a
 the model samples the marker of the next role.
 """
 
-import json
-import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
@@ -16,34 +14,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from glm46.storage.chats.chat_counts import conversation_counts
-from glm46.storage.chats.chat_format import (
-    ASSISTANT,
-    BEGIN,
-    CALL,
-    CALL_MARKERS,
-    END_CALL,
-    END_KEY,
-    END_RESPONSE,
-    END_THINK,
-    END_VALUE,
-    KEY,
-    MARKERS,
-    NO_THINK,
-    OBSERVATION,
-    RESPONSE,
-    SYSTEM,
-    THINK,
-    TOOLS_HEAD,
-    USER,
-    VALUE,
-    ChatFormat,
-    Marker,
-)
+from glm46.storage.chats.chat_format import ASSISTANT, OBSERVATION, THINK, USER, ChatFormat, Marker
+from glm46.storage.chats.chat_pieces import ChatPiece, MessagePieces, opening_pieces
 from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import Conversation, Message
 from glm46.storage.data.tokenizer import Tokenizer
-
-_TAGS = re.compile(f"({'|'.join(map(re.escape, CALL_MARKERS))})")
 
 
 @dataclass(frozen=True)
@@ -81,15 +56,21 @@ class Rendered(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOptions) -> Rendered:
-    """Make the training documents of a conversation. Raises UserError if the tokenizer has no chat format."""
+    """Make the training documents of a conversation.
+
+    Raises:
+        UserError: the tokenizer has no chat format.
+        BadConversation: the conversation has a deferred tool or a reasoning effort that the format does not have.
+    """
     messages = conversation.messages
     format = format_of(tokenizer)
     spans = list(pairwise([0, *_ends_of_user_turns(messages)]))
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
     allows_thought = _allows_thought(options, format)
-    thinks = [allows_thought or (has_thought and not format.opens_thought) for has_thought in has_reasoning]
-    # Turns that look different in a later document: also a sampled empty thought, where prompts open the thought.
-    is_alone = [has_thought or (format.opens_thought and allows_thought) for has_thought in has_reasoning]
+    thinks = [allows_thought or (has_thought and format.shows_thinking) for has_thought in has_reasoning]
+    # Turns that look different in a later document: also a sampled empty thought, where its tags do not stay.
+    loses_tags = allows_thought and not format.tags_empty_thoughts
+    is_alone = [has_thought or loses_tags for has_thought in has_reasoning]
     last_turn = len(spans) - 1
     # For each document the last user turn in it, and the turns that are targets.
     is_one = options.history in ("all", "keep")
@@ -118,8 +99,7 @@ def render_pair(
     halves: Sequence[Conversation], tokenizer: Tokenizer, no_reasoning: Literal["nothink", "mask", "train"]
 ) -> list[ChatDocument]:
     """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with ``history =
-    "last"``. The prompt is the same in both: with thinking if a half has reasoning. Raises UserError if the tokenizer
-    has no chat format."""
+    "last"``. The prompt is the same in both: with thinking if a half has reasoning. Raises the errors of `render`."""
     options = ChatOptions("last", no_reasoning)
     turns = [(half, range([0, *_ends_of_user_turns(half.messages)][-2], len(half.messages))) for half in halves]
     reasons = any(half.messages[i].reasoning.strip() for half, turn in turns for i in turn)
@@ -138,8 +118,18 @@ def _document(
     """Make the document that ends with the last of the ``trained`` messages, which are in order."""
     messages = conversation.messages[: trained[-1] + 1]
     targets = {index for index in trained if messages[index].is_trained}
-    pieces = _pieces(messages, conversation.tools, thinks, format_of(tokenizer), targets, options)
-    return _encode([*pieces, (OBSERVATION if messages[-1].tool_calls else USER, trained[-1] in targets)], tokenizer)
+    format = format_of(tokenizer)
+    writer = MessagePieces(
+        format,
+        thinks,
+        conversation.tools,
+        keeps_thoughts=options.history == "keep",
+        trains_empty_thoughts=options.no_reasoning == "train",
+    )
+    pieces = opening_pieces(format, conversation.tools, thinking=thinks, effort=conversation.effort)
+    pieces += writer.write(messages, targets)
+    stop = OBSERVATION if messages[-1].tool_calls else USER
+    return _encode([*pieces, ChatPiece(stop, trained[-1] in targets)], tokenizer)
 
 
 def chat_prompt(
@@ -149,40 +139,52 @@ def chat_prompt(
     tools: Sequence[Mapping] = (),
     thinking: bool,
     keeps_thoughts: bool = False,
+    effort: str = "",
 ) -> list[int]:
-    """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
-    has no chat format.
+    """Return the token ids of a prompt up to where the assistant's turn is sampled.
 
     Args:
         messages: the conversation so far.
         thinking: whether the model may think before it answers.
         keeps_thoughts: past thoughts stay (``clear_thinking`` = false); only for formats that open thoughts.
+        effort: see `opening_pieces`.
+
+    Raises:
+        UserError: the tokenizer has no chat format.
+        BadConversation: see `render`.
     """
-    options = ChatOptions("keep" if keeps_thoughts else "expand")
-    pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer), (), options)]
+    format = format_of(tokenizer)
+    writer = MessagePieces(format, thinking, tools, keeps_thoughts)
+    pieces = opening_pieces(format, tools, thinking=thinking, effort=effort) + writer.write(messages)
     return _ids_before_turn(pieces, tokenizer, thinking)
 
 
 def chat_reply(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool, keeps_thoughts: bool = False
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping] = (),
+    thinking: bool,
+    keeps_thoughts: bool = False,
 ) -> list[int]:
     """Return the token ids between a sampled turn and the next one: the marker of the role that follows, which may
-    already end the sampled turn, the messages after the turn, and the beginning of the assistant's turn. Raises
-    UserError if the tokenizer has no chat format.
+    already end the sampled turn, the messages after the turn, and the beginning of the assistant's turn.
 
     Args:
+        tools: tools of the conversation, to which results may refer.
         keeps_thoughts: see `chat_prompt`; for answers of other models among the messages.
+
+    Raises:
+        UserError: the tokenizer has no chat format.
+        BadConversation: see `render`.
     """
-    options = ChatOptions("keep" if keeps_thoughts else "expand")
-    pieces = _pieces(messages, (), thinking, format_of(tokenizer), (), options)[len(BEGIN) :]
-    return _ids_before_turn([piece for piece, _ in pieces], tokenizer, thinking)
+    writer = MessagePieces(format_of(tokenizer), thinking, tools, keeps_thoughts)
+    return _ids_before_turn(writer.write(messages), tokenizer, thinking)
 
 
-def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool) -> list[int]:
-    format = format_of(tokenizer)
-    empty = [END_THINK] if format.opens_thought else [format.line, THINK, END_THINK]
-    opening: Sequence[str] = [opened_thought(tokenizer, thinking)] if thinking else empty
-    return _encode([(piece, False) for piece in (*pieces, ASSISTANT, *opening)], tokenizer).ids.tolist()
+def _ids_before_turn(pieces: Sequence[ChatPiece], tokenizer: Tokenizer, thinking: bool) -> list[int]:
+    opening = [opened_thought(tokenizer, thinking)] if thinking else format_of(tokenizer).empty_thought
+    return _encode([*pieces, *map(ChatPiece, (ASSISTANT, *opening))], tokenizer).ids.tolist()
 
 
 def opened_thought(tokenizer: Tokenizer, thinking: bool) -> str:
@@ -203,94 +205,12 @@ def _ends_of_user_turns(messages: Sequence[Message]) -> list[int]:
     return sorted({*ends, end} - {0})
 
 
-def _pieces(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping],
-    thinking: bool,
-    format: ChatFormat,
-    targets: Collection[int],
-    options: ChatOptions,
-) -> list[tuple[str, bool]]:
-    """Return markers and texts of the messages, in order, each with whether it is a target.
-
-    Args:
-        targets: indices of the assistant messages that are sampled, together with the marker after each.
-    """
-    pieces = [(piece, False) for piece in (*BEGIN, *_tools(tools, format))]
-    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
-    sampled = False
-    for index, message in enumerate(messages):
-        previous_role = messages[index - 1].role if index else None
-        sampled = sampled and previous_role == "assistant"
-        if message.role == "user":
-            # After calls the model samples the marker of their results: an interrupted turn has no stop token.
-            pieces += [
-                (USER, sampled and not messages[index - 1].tool_calls),
-                *((p, False) for p in _asked(message.content, thinking, format)),
-            ]
-        elif message.role == "system":
-            # The model cannot learn to stop here: a user or a tool follows what it samples.
-            pieces += [(SYSTEM, False), (f"{format.line}{message.content}", False)]
-        elif message.role == "tool":
-            if previous_role != "tool":
-                pieces.append((OBSERVATION, sampled and bool(messages[index - 1].tool_calls)))
-            result = f"{format.line}{message.content}{format.line}"
-            pieces += [(p, False) for p in (format.line, RESPONSE, result, END_RESPONSE)]
-        else:
-            sampled = index in targets
-            keeps_thought = options.history == "keep" or index > last_user
-            thought = message.reasoning if keeps_thought else ""
-            # If the prompt opened the thought, the sampled text begins inside it; the thought may be empty.
-            is_opened = format.opens_thought and thinking and sampled and keeps_thought
-            # A template writes <think> for a thought of white space; a prompt that forbids thinking opens no thought.
-            is_open = bool(thought.strip() if sampled else thought) or is_opened or not format.opens_thought
-            # An empty thought that replaces a removed one was never sampled.
-            may_be_empty = options.no_reasoning == "train" and is_open and not message.reasoning.strip()
-            sampled_thought = sampled and (bool(thought.strip()) or may_be_empty)
-            pieces.append((ASSISTANT, False))
-            if is_open:
-                pieces += [(p, sampled_thought and not format.opens_thought) for p in (format.line, THINK)]
-            pieces += [(p, sampled_thought) for p in (thought.strip(), END_THINK)]
-            pieces += [(p, sampled) for p in _answer(message, format)]
-    return pieces
-
-
-def _asked(content: str, thinking: bool, format: ChatFormat) -> list[str]:
-    if format.opens_thought:
-        return [f"{format.line}{content}"]
-    # The one marker that a user may type: GLM's switch at the end of a message.
-    text = content.removesuffix(NO_THINK)
-    return [f"{format.line}{text}", *([] if thinking and text == content else [NO_THINK])]
-
-
-def _answer(message: Message, format: ChatFormat) -> list[str]:
-    text = message.content.strip()
-    line = format.line
-    pieces = [f"{line}{text}"] if text else []
-    for call in message.tool_calls:
-        pieces += [line, CALL, f"{call.name}{line}"]
-        for key, value in call.arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            pieces += [KEY, str(key), END_KEY, line, VALUE, text, END_VALUE, line]
-        pieces.append(END_CALL)
-    return pieces
-
-
-def _tools(tools: Sequence[Mapping], format: ChatFormat) -> list[str]:
-    if not tools:
-        return []
-    lines = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
-    # The tags in the explanation are tokens, as in the calls that it explains; tags in a tool's description are text.
-    tail = (Marker(part) if part in MARKERS else part for part in _TAGS.split(format.tools_tail))
-    return [SYSTEM, TOOLS_HEAD + lines, *tail]
-
-
-def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDocument:
+def _encode(pieces: Sequence[ChatPiece], tokenizer: Tokenizer) -> ChatDocument:
     """Encode markers by id, and adjacent texts as one text, as if the whole document were one string."""
     ids = []
     flags = []
-    for (is_marker, target), group in groupby(pieces, lambda piece: (isinstance(piece[0], Marker), piece[1])):
-        texts = [text for text, _ in group]
+    for (is_marker, target), group in groupby(pieces, lambda piece: (isinstance(piece.text, Marker), piece.is_target)):
+        texts = [piece.text for piece in group]
         if is_marker:
             part = np.array([tokenizer.special[name] for name in texts], dtype=np.uint32)
         else:

@@ -13,6 +13,7 @@ from glm46.storage.chats.chat_format import (
     THINK,
     VALUE,
 )
+from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
@@ -35,12 +36,13 @@ class TurnReader:
     """Reads the ids of a turn one by one. The format's markers count as special tokens only: as text they are text.
 
     Args:
-        tokenizer: with the special tokens of the chat format.
+        tokenizer: tells the chat format. White space around a thought stays where the format keeps it.
         in_thought: whether the prompt has opened the thought.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, in_thought: bool = False):
         self._tokenizer = tokenizer
+        self._strips_thoughts = format_of(tokenizer).strips_thoughts
         self._names = {tokenizer.special[name]: name for name in (THINK, END_THINK, *CALL_MARKERS)}
         self._kind: Kind = "thought" if in_thought else "answer"
         self._ids: list[int] = []
@@ -80,8 +82,9 @@ class TurnReader:
         A truncated or malformed call is text of the answer.
         """
         part = self._keep_as_text(CALL) if self._kind == "call" else self._flush()
-        content, reasoning = (self._texts[kind].strip() for kind in ("answer", "thought"))
-        return part, Message("assistant", content, reasoning, tuple(self._calls))
+        thought = self._texts["thought"]
+        reasoning = thought.strip() if self._strips_thoughts else thought
+        return part, Message("assistant", self._texts["answer"].strip(), reasoning, tuple(self._calls))
 
     def _flush(self) -> Part | None:
         text = self._tokenizer.decode(self._ids)
@@ -89,7 +92,7 @@ class TurnReader:
         return self._add(text)
 
     def _add(self, text: str) -> Part | None:
-        if not self._texts[self._kind]:
+        if not self._texts[self._kind] and (self._kind == "answer" or self._strips_thoughts):
             text = text.lstrip("\n")
         self._texts[self._kind] += text
         return Part(self._kind, text) if text else None

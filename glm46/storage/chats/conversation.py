@@ -26,12 +26,18 @@ class Message:
     """system, user, assistant or tool."""
     content: str = ""
     reasoning: str = ""
-    """The assistant's thinking, without its tags."""
+    """The assistant's thinking, without its tags, and without the line ends around a thought inside the content."""
     tool_calls: tuple[ToolCall, ...] = ()
     is_trained: bool = True
     """True if an assistant's turn may be a target."""
     call_id: str = field(default="", compare=False)
     """For the role "tool", the id of the call that it answers; empty if there is none."""
+    loaded_tools: tuple[str, ...] = ()
+    """For the role "tool", the names of the deferred tools that it refers to (``tool_reference``); its content is
+    empty."""
+    written_reasoning: str | None = field(default=None, compare=False)
+    """The thinking with all white space around it, for formats that keep it; None if the message was not read from a
+    row, or has no thought, not even an empty one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Conversation:
     """Descriptions of the tools, printed to the model unchanged."""
     num_dropped: int = 0
     """Messages after the last assistant message; they were skipped."""
+    effort: str = ""
+    """Reasoning effort (column ``reasoning_effort``), for formats that state it; empty for their default."""
 
 
 def parse_conversation(record: object, format: str) -> Conversation:
@@ -62,8 +70,10 @@ def parse_conversation(record: object, format: str) -> Conversation:
     messages = tuple(rows[:end])
     _raise_for_order(messages)
     tools = parse_tools(record.get("tools"))
+    _raise_for_references(messages, tools)
     _raise_for_bare_calls(messages, tools)
-    return Conversation(messages, tools, len(rows) - end)
+    effort = record.get("reasoning_effort")
+    return Conversation(messages, tools, len(rows) - end, "" if effort is None else str(effort))
 
 
 def parse_prompt(value: object, tools: Sequence[Mapping] = (), *, is_sampled: bool = False) -> tuple[Message, ...]:
@@ -82,6 +92,7 @@ def parse_prompt(value: object, tools: Sequence[Mapping] = (), *, is_sampled: bo
     if messages[-1].role == "assistant" and not is_sampled:
         raise BadConversation("the last message is neither the user's nor a tool's", "assistant")
     _raise_for_order(messages)
+    _raise_for_references(messages, tools)
     if not is_sampled:
         _raise_for_bare_calls(messages, tools)
     return tuple(messages)
@@ -154,15 +165,16 @@ def _results(row: object) -> list:
     return [{**row, "content": result} for result in results]
 
 
-def split_thinking(content: str) -> tuple[str, str]:
-    """Split an assistant's text into (thinking, answer) as GLM's chat template does.
+def split_thinking(content: str) -> tuple[str | None, str]:
+    """Split an assistant's text into (thinking, answer) as GLM's chat template does; the thinking is None if there is
+    no ``</think>``.
 
     The thinking ends at the first ``</think>`` and begins after the last ``<think>`` before it; the answer begins after
     the last ``</think>``. Text before the thinking and between two ``</think>`` is dropped.
     """
     if "</think>" not in content:
-        return "", content
-    thinking = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+        return None, content
+    thinking = content.split("</think>")[0].split("<think>")[-1]
     return thinking, content.split("</think>")[-1].lstrip("\n")
 
 
@@ -175,24 +187,47 @@ def _message(row: object, index: int, *, is_sampled: bool) -> Message:
     trained = _is_trained(row)
     if role == "call":
         value = row.get("content")
-        reasoning, value = split_thinking(value) if isinstance(value, str) else ("", value)
+        thinking, value = split_thinking(value) if isinstance(value, str) else (None, value)
+        reasoning = (thinking or "").strip("\n")
         _raise_for_format(reasoning, index)
-        return Message(role, "", reasoning, _calls(value), trained)
+        return Message(role, "", reasoning, _calls(value), trained, written_reasoning=thinking)
+    if role == "tool":
+        call_id = _id_of(row.get("tool_call_id"))
+        if names := _loaded_tools(row.get("content")):
+            return Message(role, call_id=call_id, loaded_tools=names)
+        return Message(role, text_of(row.get("content"), role), call_id=call_id)
     content = text_of(row.get("content"), role)
     if role != "assistant":
-        return Message(role, content, call_id=_id_of(row.get("tool_call_id")) if role == "tool" else "")
+        return Message(role, content)
     # Keys of Hugging Face and ms-swift, of vLLM, and of data sets of gpt-oss.
     reasonings = [row[key] for key in ("reasoning_content", "reasoning", "thinking") if row.get(key) is not None]
     if any(not isinstance(reasoning, str) for reasoning in reasonings):
         raise BadConversation("reasoning is not text", f"message {index}")
-    reasoning, content = (reasonings[0], content) if reasonings else split_thinking(content)
+    if reasonings:
+        reasoning = reasonings[0]
+        thinking = reasoning
+    else:
+        thinking, content = split_thinking(content)
+        reasoning = (thinking or "").strip("\n")
     for text in () if is_sampled else (reasoning, content):
         _raise_for_format(text, index)
     stored = row.get("tool_calls") or row.get("function_call") or []
     calls = () if stored == "null" else _calls(stored)
     if not content.strip() and not calls and not is_sampled:
         raise BadConversation("assistant with neither content nor call", f"message {index}")
-    return Message(role, content, reasoning, calls, trained)
+    return Message(role, content, reasoning, calls, trained, written_reasoning=thinking)
+
+
+def _loaded_tools(content: object) -> tuple[str, ...]:
+    """Return the names of the tools that a result refers to; empty if it is no list of references."""
+    parts = content if isinstance(content, list) else []
+    is_reference = [isinstance(part, Mapping) and part.get("type") == "tool_reference" for part in parts]
+    if not any(is_reference):
+        return ()
+    names = [part.get("name") for part in parts if isinstance(part, Mapping)]
+    if not all(is_reference) or not all(isinstance(name, str) and name for name in names):
+        raise BadConversation("tool_reference without a name, or beside other parts")
+    return tuple(map(str, names))
 
 
 def _raise_for_format(text: str, index: int) -> None:
@@ -237,6 +272,21 @@ def parse_tools(value: object) -> tuple[Mapping, ...]:
     if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):
         raise BadConversation("tools are not a list of objects", type(tools).__name__)
     return tuple(tools)
+
+
+def function_of(tool: Mapping) -> Mapping:
+    """Return the function that a tool describes: the tool itself, or its ``function``."""
+    function = tool.get("function") or tool
+    return function if isinstance(function, Mapping) else tool
+
+
+def _raise_for_references(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+    names = [function_of(tool).get("name") for tool in tools]
+    for index, message in enumerate(messages):
+        if absent := [name for name in message.loaded_tools if name not in names]:
+            raise BadConversation(
+                "tool_reference to a tool that is not described", f"{absent[0]!r:.60}, message {index}"
+            )
 
 
 def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:

@@ -64,9 +64,9 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
         roles = [role_of(row) for row in half]
         if {"user", "system"} & {*roles} or roles[-1] == "tool":
             raise BadConversation("chosen or rejected is not one turn of the assistant", key)
-    tools = record.get("tools")
+    shared = {"tools": record.get("tools"), "reasoning_effort": record.get("reasoning_effort")}
     prompt = untrained(prompt)
-    chosen, rejected = (parse_conversation({"messages": prompt + half, "tools": tools}, "messages") for half in halves)
+    chosen, rejected = (parse_conversation({"messages": prompt + half, **shared}, "messages") for half in halves)
     return chosen, rejected
 
 

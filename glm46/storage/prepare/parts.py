@@ -16,6 +16,7 @@ import numpy as np
 from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.storage.chats.chat import ChatDocument, ChatOptions, render, render_pair
+from glm46.storage.chats.conversation import BadConversation
 from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
 from glm46.storage.chats.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY
@@ -231,7 +232,12 @@ def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     recipe = _worker.recipe
     place = [document.place]
     max_tokens = cast(int, recipe.max_tokens)  # required for chats
-    rendered = render(document.conversations[0], _worker.tokenizer, ChatOptions(recipe.history, recipe.no_reasoning))
+    options = ChatOptions(recipe.history, recipe.no_reasoning)
+    try:
+        rendered = render(document.conversations[0], _worker.tokenizer, options)
+    except BadConversation as error:
+        tally.count(tally.filtered, error.reason, place)
+        return []
     for event, number in rendered.counts.items():
         if event != "no target":
             tally.count(tally.noted, event, place, number)
@@ -256,7 +262,11 @@ def _preference(document: Document, tally: Tally) -> list[np.ndarray]:
     place = [document.place]
     is_pair = document.label is None
     max_tokens = cast(int, recipe.max_tokens)  # required for preferences
-    halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
+    try:
+        halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
+    except BadConversation as error:
+        tally.count(tally.filtered, error.reason, place)
+        return []
     if not is_pair:
         halves.append(ChatDocument(halves[0].ids[:1], np.zeros(1, bool)))
         # A desirable answer is the first half, as the chosen one of a pair is.

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from glm46.config.text_recipe import LABELLED, PAIRS, Recipe
-from glm46.storage.chats.conversation import BadConversation, Conversation, parse_conversation
+from glm46.storage.chats.conversation import BadConversation, Conversation, Message, parse_conversation
 from glm46.storage.chats.pairs import parse_labelled, parse_pair
 
 # Reason for skipping a document that holds only white space.
@@ -54,10 +54,10 @@ class Document:
         messages = self.conversations[0].messages if self.conversations else ()
         if self.label is not None:
             last_user = max(place for place, message in enumerate(messages) if message.role == "user")
-            shared = [asdict(message) for message in messages[: last_user + 1]]
+            shared = [_as_table(message) for message in messages[: last_user + 1]]
         else:
             pairs = zip(messages, *(half.messages for half in self.conversations[1:]), strict=False)
-            shared = [asdict(first) for first, *others in takewhile(lambda pair: [pair[0]] == [*pair[1:]], pairs)]
+            shared = [_as_table(first) for first, *others in takewhile(lambda pair: [pair[0]] == [*pair[1:]], pairs)]
         return json.dumps(shared, ensure_ascii=False) if shared else ""
 
 
@@ -114,13 +114,26 @@ def read_row(row: object, place: str, fields: Fields) -> Document | BadDocument:
 def _chat(row: object, place: str, format: str) -> Document | BadDocument:
     try:
         conversations, label = _parsed(row, format)
-        text = "\n".join(json.dumps(asdict(conversation), ensure_ascii=False) for conversation in conversations)
+        text = "\n".join(json.dumps(_as_table(conversation), ensure_ascii=False) for conversation in conversations)
     except BadConversation as error:
         return BadDocument(error.reason, f"{place} ({error.detail})" if error.detail else place)
     if fault := strings_fault(text):
         return BadDocument(fault, place)
     text = text if label is None else f"{text}\n{label}"
     return Document(text, place, None, conversations, label)
+
+
+def _as_table(part: Message | Conversation) -> dict[str, object]:
+    """Return what identifies a message or a conversation. White space around thoughts does not; newer fields are left
+    out if they are empty, so that conversations without them keep their hashes, and so their split."""
+    return asdict(
+        part,
+        dict_factory=lambda fields: {
+            name: value
+            for name, value in fields
+            if name != "written_reasoning" and (value or name not in ("loaded_tools", "effort"))
+        },
+    )
 
 
 def _parsed(row: object, format: str) -> tuple[tuple[Conversation, ...], bool | None]:

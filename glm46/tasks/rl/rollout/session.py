@@ -1,11 +1,13 @@
 """Records a conversation of the policy with any program: exact tokens of each turn, and samples in which each generated
 token is trained once."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from glm46.storage.chats.chat import chat_prompt, chat_reply, opened_thought
+from glm46.storage.chats.chat_pieces import listed_tools
 from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message
@@ -154,7 +156,9 @@ class Session:
         Args:
             prior: the turn that the messages continue.
         """
-        bound = min_tokens(messages, tools, longest_token=self._tokenizer.longest_token, keeps_thoughts=self._keeps)
+        descriptions = listed_tools(format_of(self._tokenizer), tools)
+        longest_token = self._tokenizer.longest_token
+        bound = min_tokens(messages, descriptions, longest_token=longest_token, keeps_thoughts=self._keeps)
         if bound > self.window:  # encoding a very long prompt would take long
             raise self._no_room(bound, "tokens or more")
         if prior is None or self._renders_otherwise(prior, messages[len(prior.keys) :]):
@@ -165,7 +169,11 @@ class Session:
             return None, prompt, len(prompt)
         # The end marker of a turn is written with the message that follows.
         new = chat_reply(
-            self._tokenizer, messages[len(prior.keys) :], thinking=self._thinking, keeps_thoughts=self._keeps
+            self._tokenizer,
+            messages[len(prior.keys) :],
+            tools=tools,
+            thinking=self._thinking,
+            keeps_thoughts=self._keeps,
         )
         return prior, new, prior.length + len(without_marker(prior.completion)) + len(new)
 
@@ -247,7 +255,8 @@ class Session:
         while keys and keys[-1][0] != "user":
             if keys.pop()[2]:
                 return True
-        return format_of(self._tokenizer).opens_thought
+        format = format_of(self._tokenizer)
+        return format.opens_thought and not format.tags_empty_thoughts
 
     def _with_thoughts(self, messages: Sequence[Message]) -> list[Message]:
         """Restore the thoughts of the policy's answers that the client did not send back."""
@@ -256,12 +265,15 @@ class Session:
         for turn in self.answered:
             end = len(turn.keys)
             if end <= len(keys) and turn.keys == keys[:end] and not restored[end - 1].reasoning.strip():
-                restored[end - 1] = replace(restored[end - 1], reasoning=turn.answer.reasoning)
+                thought = turn.answer.reasoning
+                restored[end - 1] = replace(restored[end - 1], reasoning=thought, written_reasoning=None)
         return restored
 
     def _key(self, message: Message) -> Key:
         reasoning = "" if self._keeps else message.reasoning.strip()
         content = message.content.strip() if message.role == "assistant" else message.content
+        if message.loaded_tools:
+            content = json.dumps(["tool_reference", *message.loaded_tools])
         return message.role, content, reasoning, calls_key(message.tool_calls)
 
 

@@ -1,7 +1,6 @@
 """Joins the completions of a session's turns to samples, and bounds the length of its prompts."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,16 +37,15 @@ def joined(whole: Completion, new: list[int], turn: Completion) -> Completion:
     return result._replace(contradicted=contradicted, replies=replies, routes=routes)
 
 
-def min_tokens(
-    messages: Sequence[Message], tools: Sequence[Mapping], *, longest_token: int, keeps_thoughts: bool
-) -> int:
+def min_tokens(messages: Sequence[Message], descriptions: str, *, longest_token: int, keeps_thoughts: bool) -> int:
     """Return a lower bound of the tokens of a prompt. Text that the format may remove is not counted.
 
     Args:
+        descriptions: the tools that the prompt lists, as it does.
         longest_token: characters of the longest token, markers excluded.
     """
     last_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
-    characters = len(json.dumps(tools, ensure_ascii=False)) if tools else 0
+    characters = len(descriptions)
     markers = 0
     for index, message in enumerate(messages):
         markers += 1 + len(message.tool_calls)

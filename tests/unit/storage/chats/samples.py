@@ -102,6 +102,22 @@ class Writer:
             message["content"] = [text[:3], {"type": "text", "text": text[3:]}]
         return message | ({"tool_calls": calls} if calls else {})
 
+    def deferring_conversation(self):
+        """A conversation with deferred tools, results that refer to them, and results in lists."""
+        messages, tools = self.conversation()
+        chance = self._random.random
+        tools = [{"type": "function", "function": tool} if chance() < 0.5 else tool for tool in tools]
+        for tool in tools:
+            function = tool.get("function", tool)
+            function |= {"strict": True} if chance() < 0.3 else {}
+            function |= {"defer_loading": chance() < 0.7} if chance() < 0.5 else {}
+        names = [tool.get("function", tool)["name"] for tool in tools]
+        for message in messages:
+            if message["role"] == "tool" and any(names) and chance() < 0.4:
+                chosen = self._random.choices([name for name in names if name], k=self._random.randint(1, 2))
+                message["content"] = [{"type": "tool_reference", "name": name} for name in chosen]
+        return messages, tools
+
     def conversation(self):
         chance, messages = self._random.random, []
         if chance() < 0.5:

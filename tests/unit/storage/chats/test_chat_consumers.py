@@ -166,7 +166,9 @@ def rows(request, tmp_path_factory):
 
 def template_tokens(template):
     """The prompts that a template writes for the samples."""
-    prompts = [rendered(template, messages, tools, {}) for messages, tools in original_templates.plain_samples()]
+    prompts = [
+        rendered(template, messages, tools, {}) for messages, tools in original_templates.plain_samples("GLM-4.5")
+    ]
     return [TOKENIZER.encode_with_special(prompt).tolist() for prompt in prompts]
 
 
@@ -235,6 +237,7 @@ def test_prompts_of_generate(rows):
         system = messages[0].content if len(messages) > 1 else None
         given = Namespace(chat=True, prompt=[messages[-1].content], system=system, tools=tools, thinking=True)
         given.keep_thoughts, given.speculative, given.max_new_tokens, given.stop_token = False, False, 8, []
+        given.reasoning_effort = None
         assert generate_prompts.read_prompts(given, TOKENIZER, shape)[0] == [wanted]
         seen += 1
     assert seen == 2

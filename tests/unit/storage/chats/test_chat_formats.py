@@ -1,8 +1,9 @@
-"""Both chat formats against the original templates of the releases and against `transformers`' apply_chat_template."""
+"""The chat formats against the original templates of the releases and against `transformers`' apply_chat_template."""
 
 import hashlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, chat_reply, render, render_pair
-from glm46.storage.chats.chat_format import FORMATS, GLM_45, GLM_47
+from glm46.storage.chats.chat_format import FORMATS, GLM_45, GLM_47, GLM_51, GLM_52
 from glm46.storage.chats.chat_template import chat_template, find_format, raise_for_model, raise_for_source, rendered
 from glm46.storage.chats.conversation import Message, parse_conversation
 from glm46.storage.chats.pairs import parse_pair
@@ -28,12 +29,34 @@ from tests.unit.storage.chats.samples import Writer
 
 TOKENIZERS = {format: load_tokenizer("builtin", format.name) for format in FORMATS}
 TOKENIZER = TOKENIZERS[GLM_47]
-both = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+each_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
+
+
+def defers(format):
+    """Whether the random conversations of a format have deferred tools."""
+    return format.name in original_templates.DEFERRING
+
+
+def with_thoughts_apart(messages):
+    """Messages whose thoughts are beside the content. In the template of GLM-5.1 a thought inside the content does not
+    show that its turn has thoughts; here each does."""
+    apart = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "assistant" and isinstance(content, list):
+            content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        has_text = message["role"] == "assistant" and isinstance(content, str)
+        if has_text and "</think>" in content and message.get("reasoning_content") is None:
+            thought, _, answer = content.removeprefix("<think>").partition("</think>")
+            message = message | {"content": answer, "reasoning_content": thought}
+        apart.append(message)
+    return apart
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3000, pytest.param(10_000, marks=pytest.mark.long)])
-@both
+@each_format
 def test_random_conversations_read_as_the_original_template_writes_them(format, count):
     """Documents and prompts, with and without thinking. The template is our own, which is held equal to the original
     by the next test. The originals write None for a content that is null."""
@@ -41,35 +64,39 @@ def test_random_conversations_read_as_the_original_template_writes_them(format, 
     tokenizer = TOKENIZERS[format]
     writer = Writer(7)
     seen = {"documents": 0, "prompts": 0}
-    closed = ("<think></think>", "</think>") if format.opens_thought else ("", "")
+    efforts = ({}, {"reasoning_effort": "high"}, {"reasoning_effort": "max"})
     for number in range(count):
-        messages, tools = writer.conversation()
-        conversation = parse_conversation({"messages": messages, "tools": tools}, "messages")
+        messages, tools = writer.deferring_conversation() if defers(format) else writer.conversation()
+        messages = with_thoughts_apart(messages) if format is GLM_51 else messages
+        effort = efforts[number % 3] if format.states_effort else {}
+        conversation = parse_conversation({"messages": messages, "tools": tools, **effort}, "messages")
         plain = [one | {"content": "" if one["content"] is None else one["content"]} for one in messages]
 
-        def written(end, plain=plain, tools=tools, **options):
-            return template(messages=plain[:end], tools=tools, **options)
+        def written(end, plain=plain, tools=tools, effort=effort, **options):
+            return template(messages=plain[:end], tools=tools, **options, **effort)
 
-        assert template(messages=messages, tools=tools) == written(None)
+        assert template(messages=messages, tools=tools, **effort) == written(None)
         on = bool(number % 2)
         users = [i for i, one in enumerate(messages) if one["role"] == "user"]
         allowed = {written(end, enable_thinking=on) for end in [*users[1:], len(messages)] for on in (True, False)}
         history = ("expand", "last", "all", "keep" if format.opens_thought else "expand")[number // 2 % 4]
         if history == "keep":
-            allowed = {written(None, clear_thinking=False)}
+            allowed = {written(None, clear_thinking=False, enable_thinking=on) for on in (True, False)}
         # In the new format an empty thought that is a target has a tag that the template leaves out.
         no_reasoning = ("nothink", "mask", "train")[number % 3 if format is GLM_45 else number % 2]
         documents = render(conversation, tokenizer, ChatOptions(history, no_reasoning)).documents
         read = {tokenizer.decode(one.ids).removesuffix("<|user|>") for one in documents}
         # A sampled thought of white space follows a prompt without thinking; the template writes tags of its own.
-        assert {text.replace(*closed) for text in read} <= {text.replace(*closed) for text in allowed}
+        empty = "</think>" if format.opens_thought else "<think></think>"
+        assert {EMPTY_THOUGHT.sub(empty, text) for text in read} <= {EMPTY_THOUGHT.sub(empty, text) for text in allowed}
         seen["documents"] += len(documents)
         for end, message in enumerate(messages, start=1):
             if message["role"] in ("user", "tool"):
-                prompt = chat_prompt(tokenizer, conversation.messages[:end], tools=conversation.tools, thinking=on)
+                ask = dict(tools=conversation.tools, thinking=on, effort=conversation.effort)
+                prompt = chat_prompt(tokenizer, conversation.messages[:end], **ask)
                 assert tokenizer.decode(prompt) == written(end, enable_thinking=on, add_generation_prompt=True)
                 if format.opens_thought:
-                    keep = dict(tools=conversation.tools, thinking=on, keeps_thoughts=True)
+                    keep = ask | {"keeps_thoughts": True}
                     asked = dict(enable_thinking=on, clear_thinking=False, add_generation_prompt=True)
                     prompt = chat_prompt(tokenizer, conversation.messages[:end], **keep)
                     assert tokenizer.decode(prompt) == written(end, **asked)
@@ -79,49 +106,54 @@ def test_random_conversations_read_as_the_original_template_writes_them(format, 
 
 @pytest.mark.slow
 def test_random_conversations_are_those_of_the_stored_results():
-    assert (
-        original_templates.digests(original_templates.random_texts(None))
-        == original_templates.stored()["conversations"]
-    )
+    for name, has_deferred in (("conversations", False), ("conversations with deferred tools", True)):
+        texts = original_templates.random_texts(None, defers=has_deferred)
+        assert original_templates.digests(texts) == original_templates.stored()[name]
 
 
 @pytest.mark.slow
-@both
+@each_format
 def test_our_template_writes_random_conversations_as_the_original_does(format):
-    """Each beginning of 400 conversations, with each option of the templates. To see where two templates differ, run
-    tests/unit/storage/chats/original_templates.py with the original."""
-    digests = original_templates.digests(original_templates.random_texts(compiled(chat_template(format))))
+    """Each beginning of 400 conversations, or of 160 with deferred tools, with each option of the templates. To see
+    where two templates differ, run tests/unit/storage/chats/original_templates.py with the original."""
+    texts = original_templates.random_texts(compiled(chat_template(format)), defers=defers(format))
+    digests = original_templates.digests(texts)
     assert digests == original_templates.stored()[format.name]["random"]
 
 
-@both
+@each_format
 def test_our_template_writes_named_conversations_as_the_original_does(format):
     render = compiled(chat_template(format))
     original = original_templates.stored()[format.name]
-    assert {name: render(**chat) for name, chat in named_chats().items()} == original["named"]
-    samples = [render(messages=messages, tools=tools, **PROMPT) for messages, tools in plain_samples()]
+    assert {name: render(**chat) for name, chat in named_chats(format.name).items()} == original["named"]
+    samples = [render(messages=messages, tools=tools, **PROMPT) for messages, tools in plain_samples(format.name)]
     assert samples == original["samples"]
 
 
-@both
-@pytest.mark.parametrize("name", [name for name, chat in named_chats().items() if chat.get("add_generation_prompt")])
-def test_prompts_are_those_of_the_original_template(format, name):
-    chat = named_chats()[name]
-    answer = assistant("It flows.")
-    row = {"messages": [*chat["messages"], answer], "tools": chat.get("tools")}
-    conversation = parse_conversation(row, "messages")
-    tokenizer = TOKENIZERS[format]
-    thinking = chat.get("enable_thinking", True)
-    prompt = chat_prompt(tokenizer, conversation.messages[:-1], tools=conversation.tools, thinking=thinking)
-    assert tokenizer.decode(prompt) == original_templates.stored()[format.name]["named"][name]
+@each_format
+def test_prompts_are_those_of_the_original_template(format):
+    prompts = {name: chat for name, chat in named_chats(format.name).items() if chat.get("add_generation_prompt")}
+    assert len(prompts) == (7 if defers(format) else 3)
+    for name, chat in prompts.items():
+        row = chat | {"messages": [*chat["messages"], assistant("It flows.")]}
+        conversation = parse_conversation(row, "messages")
+        tokenizer = TOKENIZERS[format]
+        prompt = chat_prompt(
+            tokenizer,
+            conversation.messages[:-1],
+            tools=conversation.tools,
+            thinking=chat.get("enable_thinking", True),
+            effort=conversation.effort,
+        )
+        assert tokenizer.decode(prompt) == original_templates.stored()[format.name]["named"][name]
 
 
 @pytest.mark.slow
-@both
+@each_format
 def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_path):
     for name, content in files_beside_weights(TOKENIZERS[format], max_length=512).items():
         (tmp_path / name).write_bytes(content)
-    for flavor in ("", "GLM-4.5", "GLM-4.6", "GLM-4.7", "GLM-4.7-Flash"):
+    for flavor in ("", "GLM-4.5", "GLM-4.6", "GLM-4.7", "GLM-4.7-Flash", "GLM-5", "GLM-5.1", "GLM-5.2"):
         assert find_format(load_tokenizer(str(tmp_path), flavor)) is format
     if format is GLM_45:
         (tmp_path / "chat_template.jinja").write_bytes(template_of_trl().read_bytes())
@@ -131,10 +163,21 @@ def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_pat
     assert find_format(load_tokenizer(str(tmp_path))) is format
     # LLaMA-Factory's form of 4.7, with the line ends of 4.5.
     (tmp_path / "chat_template.jinja").write_text(chat_template(GLM_47).replace("'<tool_call>'", "'\\n<tool_call>'"))
-    with pytest.raises(UserError, match="nor that of GLM-4.7; beside the nearest, of GLM-4.7, it renders"):
+    with pytest.raises(UserError, match="or GLM-5.2; beside the nearest, of GLM-4.7 or 5, it renders"):
         find_format(load_tokenizer(str(tmp_path)))
     (tmp_path / "chat_template.jinja").unlink()
     assert find_format(load_tokenizer(str(tmp_path), format.name)) is format
+
+
+@pytest.mark.parametrize(
+    ("flavor", "format"),
+    [
+        ("GLM-5", GLM_47), ("GLM-5.1", GLM_51), ("GLM-5.2", GLM_52), ("debug-glm5", GLM_52), ("GLM-4.7-Flash", GLM_47),
+        ("debug-flash", GLM_47), ("GLM-4.6", GLM_45), ("debug", GLM_45),
+    ],
+)  # fmt: skip
+def test_without_a_template_the_preset_tells_the_format(flavor, format):
+    assert find_format(load_tokenizer("builtin", flavor)) is format
 
 
 def template_of_trl():
@@ -148,22 +191,23 @@ def test_the_copy_of_trl_is_the_original_template():
     assert hashlib.sha256(template_of_trl().read_bytes()).hexdigest() == original_templates.SHA256["GLM-4.5"]
 
 
-@both
+@each_format
 def test_the_folder_of_the_model_has_the_format_of_its_tokenizer(format, tmp_path):
-    (other,) = set(FORMATS) - {format}
     raise_for_model(tmp_path, TOKENIZERS[format])  # no template
     (tmp_path / "chat_template.jinja").write_text(chat_template(format))
     raise_for_model(tmp_path, TOKENIZERS[format])
     said = f"has the chat format of {format.models}, but .* set model.tokenizer_path = '{tmp_path}"
-    with pytest.raises(UserError, match=said):
-        raise_for_model(tmp_path, TOKENIZERS[other])
+    for other in set(FORMATS) - {format}:
+        with pytest.raises(UserError, match=said):
+            raise_for_model(tmp_path, TOKENIZERS[other])
 
 
 def test_sampling_of_a_new_folder_follows_the_format():
-    of_45, of_47 = (
+    of_45, *later = (
         json.loads(files_beside_weights(one, max_length=9)["generation_config.json"]) for one in TOKENIZERS.values()
     )
-    assert of_47 == of_45 | {"do_sample": True, "temperature": 1.0, "top_p": 0.95} and "top_p" not in of_45
+    assert "top_p" not in of_45 and len(later) == 3
+    assert all(one == of_45 | {"do_sample": True, "temperature": 1.0, "top_p": 0.95} for one in later)
 
 
 def user(text="Hi"):
@@ -234,13 +278,13 @@ def chats(folder, format, monkeypatch, **keys):
     return prepare_text(TextRecipe(**recipe), report=lambda line: None, flavor=format.name)
 
 
-@both
+@each_format
 def test_a_source_has_one_format(format, tmp_path, monkeypatch):
     manifest = chats(tmp_path, format, monkeypatch)
-    assert manifest.settings.get("chat_format") == (None if format is GLM_45 else "GLM-4.7")
+    assert manifest.settings.get("chat_format") == (None if format is GLM_45 else format.name)
     assert chats(tmp_path, format, monkeypatch) == manifest
     raise_for_source(manifest, TOKENIZERS[format])
-    (other,) = set(FORMATS) - {format}
+    other = next(other for other in FORMATS if other is not format)
     for refused in (lambda: raise_for_source(manifest, TOKENIZERS[other]), lambda: chats(tmp_path, other, monkeypatch)):
         with pytest.raises(UserError, match=f"have the format of {format.name}, but the tokenizer 'builtin' that of"):
             refused()
@@ -254,7 +298,11 @@ def test_kept_thoughts_need_a_format_that_keeps_them(tmp_path, monkeypatch):
 
 TEMPLATE = chat_template(GLM_45)
 BUILTIN = load_tokenizer("builtin")
-JUDGES = {"ours": lambda: TEMPLATE, "original": lambda: template_of_trl().read_text(encoding="utf-8")}
+JUDGES = {
+    "ours": (GLM_45, lambda: TEMPLATE),
+    "original": (GLM_45, lambda: template_of_trl().read_text(encoding="utf-8")),
+    "GLM-5.2": (GLM_52, lambda: chat_template(GLM_52)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -271,11 +319,27 @@ def theirs(folder):
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
+def without_what_is_read_otherwise(messages):
+    """Messages without thoughts of white space, for which the template of GLM-5.2 writes tags of its own, and without
+    ``/nothink``, which is text to us and a token to transformers."""
+    read = []
+    for message in with_thoughts_apart(messages):
+        if message["role"] == "assistant":
+            message = message | {"reasoning_content": (message.get("reasoning_content") or "").strip() or None}
+        elif message["role"] == "user":
+            message = message | {"content": message["content"].removesuffix("/nothink")}
+        read.append(message)
+    return read
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("judge", JUDGES)
 def test_documents_and_prompts_equal_apply_chat_template(judge, theirs):
-    """The originals write None for a content that is null."""
-    chosen = JUDGES[judge]()
+    """The originals write None for a content that is null. Our template of GLM-5.2 is held equal to the original
+    above."""
+    format, template_text = JUDGES[judge]
+    chosen = template_text()
+    tokenizer = TOKENIZERS[format]
     writer = Writer(3)
     user_marker = (BUILTIN.special["<|user|>"],)
 
@@ -287,17 +351,18 @@ def test_documents_and_prompts_equal_apply_chat_template(judge, theirs):
 
     for number in range(50):
         messages, tools = writer.conversation()
+        messages = messages if format is GLM_45 else without_what_is_read_otherwise(messages)
         conversation = parse_conversation({"messages": messages, "tools": tools}, "messages")
         ends = [i for i, m in enumerate(messages) if i > 1 and m["role"] == "user"] + [len(messages)]
         for history in ("expand", "last", "all"):
             options = ChatOptions(history, ("nothink", "mask", "train")[number % 3])
-            got = [tuple(one.ids.tolist()) for one in render(conversation, BUILTIN, options).documents]
+            got = [tuple(one.ids.tolist()) for one in render(conversation, tokenizer, options).documents]
             allowed = [[template(messages[:end], tools, on) + user_marker for on in (False, True)] for end in ends]
             assert set(got) <= {ids for pair in allowed for ids in pair} and got[-1] in allowed[-1]
         for end in range(1, len(messages) + 1):
             for thinking in (True, False) if messages[end - 1]["role"] in ("user", "tool") else ():
                 so_far = conversation.messages[:end]
-                prompt = chat_prompt(BUILTIN, so_far, tools=conversation.tools, thinking=thinking)
+                prompt = chat_prompt(tokenizer, so_far, tools=conversation.tools, thinking=thinking)
                 assert tuple(prompt) == template(messages[:end], tools, thinking, add_generation_prompt=True)
 
 
@@ -344,7 +409,7 @@ def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):
     no_switch = TEMPLATE.replace("/nothink{%- endif", "{%- endif")
     for template, words in (
         (TEMPLATE.replace("<|assistant|>{{ '\\n<think></think>'", "<|assistant|><think>{{ ''"), ["<think>"]),
-        (no_switch, ["renders '<|assistant|>", "they render '/nothink"]),
+        (no_switch, ["renders '<|assistant|>", "that renders '/nothink"]),
         (TEMPLATE + "{{ messages.clear() }}", ["fails"]),
         ("{% for", ["fails"]),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", ["fails", "RecursionError"]),

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.conversation import Message, ToolCall
+from glm46.storage.chats.chat_pieces import listed_tools
+from glm46.storage.chats.chat_template import format_of
+from glm46.storage.chats.conversation import Message, ToolCall, parse_prompt
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of
 from glm46.tasks.rl.rollout.records import Completion, Episode, Request
@@ -94,9 +96,11 @@ def test_a_users_message_behind_a_thought_begins_another_sample_unless_thoughts_
     check_trained_once(of, policy)
 
 
-@pytest.mark.parametrize(("flavor", "text", "samples"), [("GLM-4.6", "\n36", 1), ("GLM-4.7", "</think>36", 2)])
-def test_a_turn_without_a_thought_goes_on_unless_the_format_opens_thoughts(flavor, text, samples):
-    """GLM-4.7 writes the place of an opened thought otherwise in front of a user's message."""
+@pytest.mark.parametrize(("flavor", "text", "samples"), [
+    ("GLM-4.6", "\n36", 1), ("GLM-4.7", "</think>36", 2), ("GLM-5.1", "</think>36", 2), ("GLM-5.2", "</think>36", 1),
+])  # fmt: skip
+def test_a_turn_without_a_thought_goes_on_unless_its_tags_go(flavor, text, samples):
+    """GLM-4.7 and 5.1 write the place of an opened thought otherwise in front of a user's message."""
     tokenizer, policy = load_tokenizer("builtin", flavor), Policy()
     first = Request(chat_prompt(tokenizer, [QUESTION], thinking=True), 5, 1000)
     of = Session(tokenizer, first, thinking=True, most_turns=2)
@@ -104,9 +108,53 @@ def test_a_turn_without_a_thought_goes_on_unless_the_format_opens_thoughts(flavo
     assert (answer.content, answer.reasoning) == ("36", "")
     messages = [QUESTION, answer, Message("user", "Sure?")]
     policy.answer(of, messages, text)
-    assert of.request(of.turns[1]).prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
+    assert of.request(of.turns[1]).prompt == chat_prompt(tokenizer, messages, thinking=True) or flavor == "GLM-4.6"
     assert len(of.samples()) == samples
     check_trained_once(of, policy)
+
+
+@pytest.mark.parametrize("sent", ["none", "empty", "as it was"])
+def test_a_thought_with_white_space_and_a_loaded_tool_of_glm_52(sent):
+    """What follows a turn is what the template writes: the prompt is the same with and without the earlier tokens."""
+    tokenizer, policy = load_tokenizer("builtin", "GLM-5.2"), Policy()
+    find = {"name": "search_tools"}
+    tools = (find, {"function": {"name": "tides", "parameters": {}, "defer_loading": True}})
+    first = Request(chat_prompt(tokenizer, [QUESTION], tools=tools, thinking=True), 5, 1000)
+    of = Session(tokenizer, first, thinking=True, most_turns=3, keeps_thoughts=True)
+    answer = policy.answer(of, [QUESTION], " look\n</think><tool_call>search_tools</tool_call>", "observation", tools)
+    assert (answer.reasoning, answer.tool_calls) == (" look\n", (ToolCall("search_tools"),))
+    row = {"role": "assistant", "tool_calls": [find | {"arguments": {}}]}
+    row |= {"none": {}, "empty": {"reasoning_content": ""}, "as it was": {"reasoning_content": " look\n"}}[sent]
+    reply = {"role": "tool", "content": [{"type": "tool_reference", "name": "tides"}]}
+    asked = [{"role": "user", "content": QUESTION.content}, row, reply]
+    policy.answer(of, parse_prompt(asked, tools, is_sampled=True), "so</think>36", tools=tools)
+    expected = chat_prompt(
+        tokenizer, [QUESTION, answer, Message("tool", loaded_tools=("tides",))], tools=tools, thinking=True
+    )
+    assert of.request(of.turns[1]).prompt == expected
+    assert '<tools>\n{"name": "tides", "parameters": {}}\n</tools>' in tokenizer.decode(expected)
+    # An edited beginning is rendered whole, with the thought that the client did not send.
+    edited = [{"role": "system", "content": "Brief."}, *asked]
+    of.begin(parse_prompt(edited, tools, is_sampled=True), tools)
+    kept = "<think> look\n</think>" in tokenizer.decode(of.request(of.turns[2]).prompt)
+    assert kept == (sent == "as it was")
+    check_trained_once(of, policy)
+
+
+@pytest.mark.parametrize("sent", [{}, {"reasoning_content": ""}, {"reasoning_content": " let me"}])
+def test_a_thought_of_glm_52_that_was_cut_is_closed_as_it_was_sampled(sent):
+    tokenizer, policy = load_tokenizer("builtin", "GLM-5.2"), Policy()
+    first = Request(chat_prompt(tokenizer, [QUESTION], thinking=True), 5, 1000)
+    of = Session(tokenizer, first, thinking=True, most_turns=2, keeps_thoughts=True)
+    policy.answer(of, [QUESTION], " let me", end="")
+    rows = [
+        {"role": "user", "content": "12 * 3?"},
+        {"role": "assistant", "content": ""} | sent,
+        {"role": "user", "content": "Go on."},
+    ]
+    policy.answer(of, parse_prompt(rows, is_sampled=True), "so</think>36")
+    opening = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>12 * 3?<|assistant|><think> let me</think>"
+    assert tokenizer.decode(of.request(of.turns[1]).prompt) == f"{opening}<|user|>Go on.<|assistant|><think>"
 
 
 def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
@@ -212,7 +260,8 @@ def test_the_bound_of_a_prompt_is_never_above_its_tokens(texts, keeps, thinking)
     messages = [message for text in texts for message in (
         Message("user", text), Message("assistant", text, text, (call, call)), Message("tool", text), Message("tool"),
     )]  # fmt: skip
-    bound = min_tokens(messages, TOOLS, longest_token=TOKENIZER.longest_token, keeps_thoughts=keeps)
+    descriptions = listed_tools(format_of(TOKENIZER), TOOLS)
+    bound = min_tokens(messages, descriptions, longest_token=TOKENIZER.longest_token, keeps_thoughts=keeps)
     prompt = chat_prompt(TOKENIZER, messages, tools=TOOLS, thinking=thinking, keeps_thoughts=keeps)
     assert bound <= len(prompt)
 
