@@ -41,6 +41,7 @@ EVERY = {
     "test_sharded_layouts::test_a_layout_equals_one_process": 14,
     "test_stale_rollouts::test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing": 0,
     "test_stops::test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once": 0,
+    "test_store_kills::test_kill_9_at_a_request_loses_no_reported_step": 25,
     "test_tutorial::test_every_command_of_the_tutorial_prints_what_the_page_shows": 0,
     "test_validation_layouts::test_a_layout_validates_what_one_process_does": 3,
     "test_ablate::test_a_signal_stops_the_run_and_the_next_call_continues": 2,

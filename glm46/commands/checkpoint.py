@@ -5,6 +5,7 @@ from pathlib import Path
 
 from glm46.config.options import VerbParser, positive, verb_parser
 from glm46.operate.models.checkpoint_steps import list_steps, prune, show
+from glm46.storage.checkpoint.store_mirror import local_folder
 
 
 def checkpoint_command(argv: Sequence[str]) -> int:
@@ -17,7 +18,8 @@ def checkpoint_command(argv: Sequence[str]) -> int:
         UserError: a folder is absent or holds no checkpoint, or prune would leave no complete, undamaged checkpoint.
     """
     arguments = _parser().parse_args(list(argv))
-    return arguments.run(arguments)
+    with local_folder(arguments.folder) as arguments.folder:
+        return arguments.run(arguments)
 
 
 def _parser() -> VerbParser:
@@ -26,10 +28,12 @@ def _parser() -> VerbParser:
     listing = kinds.add_parser("list", help="steps, tokens, loss, size, complete or why not")
     verify = kinds.add_parser("verify", help="read every byte and compare it with the manifest")
     for parser_of, read_contents in ((listing, False), (verify, True)):
-        parser_of.add_argument("folder", type=Path, help="folder of a run, of its checkpoints, or of one step")
+        parser_of.add_argument(
+            "folder", type=Path, help="folder of a run, of its checkpoints, or of one step; or a URL"
+        )
         parser_of.set_defaults(run=list_steps, read_contents=read_contents)
     showing = kinds.add_parser("show", help="meta and tensors of one checkpoint")
-    showing.add_argument("folder", type=Path, help="a step folder")
+    showing.add_argument("folder", type=Path, help="a step folder, or a URL")
     showing.set_defaults(run=show)
     pruning = kinds.add_parser("prune", help="remove old checkpoints; only says which without --yes")
     pruning.add_argument("folder", type=Path, help="the checkpoint folder of a run that is not training now")

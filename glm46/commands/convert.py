@@ -6,6 +6,7 @@ from pathlib import Path
 from glm46.config.options import VerbParser, above_zero, verb_parser
 from glm46.storage.huggingface.hub import fetch_options
 from glm46.storage.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
+from glm46.storage.huggingface.stored_folder import local_output
 
 _ON_HUB = {"model", "base", "adapter", "tokenizer", "checkpoint", "config"}
 """Options that take an id of the hub."""
@@ -21,7 +22,8 @@ def convert_command(argv: Sequence[str]) -> int:
     fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
     from glm46.operate.models.conversions import convert  # torch: refusals come before it
 
-    return convert(arguments)
+    with local_output(arguments.output) as arguments.output:
+        return convert(arguments)
 
 
 def _parser() -> VerbParser:

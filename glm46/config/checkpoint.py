@@ -7,7 +7,16 @@ from pydantic import Field
 
 from glm46.config.field_rules import Excludes, Needs
 from glm46.config.finetune import WITH_REFERENCE
-from glm46.config.section import LocalPath, ModelFolder, OnHub, Removed, RunFolder, Section, real_folder
+from glm46.config.section import (
+    LocalPath,
+    ModelFolder,
+    OnHub,
+    Removed,
+    RunFolder,
+    Section,
+    StoredRunFolder,
+    real_folder,
+)
 
 
 class CheckpointConfig(Section):
@@ -16,8 +25,9 @@ class CheckpointConfig(Section):
     enable: bool = True
     """Save checkpoints and resume from the newest one in ``folder``."""
 
-    folder: Annotated[RunFolder, Needs("enable")] = "checkpoint"
-    """Folder of this run alone, under job.dump_folder or absolute; step N is in ``step-00000N``."""
+    folder: Annotated[StoredRunFolder, Needs("enable")] = "checkpoint"
+    """Folder of this run alone, under job.dump_folder or absolute; step N is in ``step-00000N``. Or the URL of a prefix
+    of an object store, ``s3://bucket/runs/name`` (docs/object_storage.md); saves are uploaded in the background."""
 
     interval: Annotated[int, Needs("enable")] = Field(500, ge=1)
     """Steps between two checkpoints. The last step is always saved."""
@@ -38,7 +48,8 @@ class CheckpointConfig(Section):
 
     node_local_folder: Annotated[LocalPath | None, Needs("enable")] = None
     """Folder on a local disk of each node to save to first; a background thread gathers the saves in ``folder``. If a
-    local disk is full or lost, only checkpoints are lost. Absent: save to ``folder`` directly."""
+    local disk is full or lost, only checkpoints are lost. Absent: save to ``folder`` directly; if that is a URL, to
+    job.dump_folder first."""
 
     load_step: Annotated[int, Needs("enable")] = Field(-1, ge=-1)
     """Step to resume from; -1 takes the newest."""
@@ -54,7 +65,8 @@ class CheckpointConfig(Section):
 
     initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
-    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. From a folder
+    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Both may be
+    URLs of an object store, from which each node fetches the files. From a folder
     that another program wrote with torch.distributed.checkpoint only the weights are read. Under [adapter]: the base;
     every start reads its weights and nothing else."""
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -33,6 +34,9 @@ def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     return by_lower[near[0]] if near else None
 
 
+_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
+
+
 def near_values(value: int, most: int, fits: Callable[[int], bool]) -> str:
     """Return a remedy with the nearest numbers below and above a value, from 1 to ``most``, that fit: ``take 2 or 4``.
     It tries each number in turn; where a fitting one can be far away, compute it."""
@@ -48,11 +52,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def show(value: object) -> str:
-    """Format a value as TOML writes it, truncated to fit into a message."""
+    """Format a value as TOML writes it, truncated to fit into a message, without the password of a URL."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(_PASSWORD.sub("://...@", value), ensure_ascii=False)
     elif isinstance(value, (list, tuple)):
         text = "[" + ", ".join(show(item) for item in value) + "]"
     elif isinstance(value, dict):

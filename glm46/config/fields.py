@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from glm46.config.hub_address import HubKey, OnHub, is_hub_address
 from glm46.config.overrides import key_parts
 from glm46.config.section import Section
+from glm46.config.store_address import is_store_address
 
 _parts = lru_cache(maxsize=4096)(key_parts)  # a search of layouts looks up each key thousands of times
 SectionType = TypeVar("SectionType", bound=Section)
@@ -88,8 +89,10 @@ def _with_default(place: object, path: Sequence[str | int]) -> object:
 
 
 def hub_keys(section: Section) -> Iterator[HubKey]:
-    """Yield the keys of a section and its tables whose value is an id of the hub."""
+    """Yield the keys of a section and its tables whose value is an id of the hub, or the URL of an object store."""
     for field in fields_of(section):
         marks = [mark for mark in field.info.metadata if isinstance(mark, OnHub)]
-        if marks and isinstance(field.value, str) and is_hub_address(field.value):
+        if not marks or not isinstance(field.value, str):
+            continue
+        if is_hub_address(field.value) or is_store_address(field.value):
             yield HubKey(field.key, marks[0], field.value)

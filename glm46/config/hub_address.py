@@ -81,8 +81,7 @@ class HubKey(NamedTuple):
     value: str
 
     @property
-    def repository(self) -> str:
-        """Owner and name."""
+    def repository(self) -> str | None:
+        """Owner and name; None for the URL of an object store."""
         hub_id = self.mark.parse(self.value)
-        assert hub_id is not None, f"{self.key} was validated"
-        return hub_id.repository
+        return None if hub_id is None else hub_id.repository

@@ -112,7 +112,7 @@ def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
 @rule
 def weights_of_the_hub_are_in_its_format(config: RunConfig) -> Faults:
     """An id of the hub is not the step folder of a checkpoint."""
-    ids = {hub_key.key for hub_key in hub_keys(config)}
+    ids = {hub_key.key for hub_key in hub_keys(config) if hub_key.repository is not None}
     for begin, (_, is_hf) in config.read_weights.items():
         if f"{begin}_path" in ids and not is_hf:
             switch = f"{begin}_in_hf"

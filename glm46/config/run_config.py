@@ -28,6 +28,7 @@ from glm46.config.profiling import ProfilingConfig
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
 from glm46.config.section import LocalPath, Removed, Section, is_huggingface
+from glm46.config.store_address import is_store_address
 from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
@@ -182,8 +183,21 @@ class RunConfig(Section):
         return weights
 
     @property
+    def checkpoint_url(self) -> str | None:
+        """``checkpoint.folder``, if it is the URL of an object store."""
+        return self.checkpoint.folder if is_store_address(self.checkpoint.folder) else None
+
+    @property
     def checkpoint_folder(self) -> Path:
-        return Path(self.job.dump_folder, self.checkpoint.folder)
+        """The folder of step folders; for the URL of an object store its mirror on this machine, which lists them."""
+        return Path(self.job.dump_folder, *_on_this_host("mirror") if self.checkpoint_url else [self.checkpoint.folder])
+
+    @property
+    def staging_folder(self) -> Path | None:
+        """The folder on this machine that saves go to first; None if they go to ``checkpoint_folder``."""
+        if self.checkpoint.node_local_folder is not None:
+            return Path(self.checkpoint.node_local_folder)
+        return Path(self.job.dump_folder, *_on_this_host("staging")) if self.checkpoint_url else None
 
     @property
     def tensorboard_folder(self) -> Path:
@@ -202,3 +216,8 @@ class RunConfig(Section):
             for key, (is_used, folder) in used.items()
             if is_used and not Path(os.path.abspath(folder)).is_relative_to(inside)
         }
+
+
+def _on_this_host(name: str) -> tuple[str, str, str]:
+    """Return the path of a folder for the object store in job.dump_folder, which several hosts may share."""
+    return "object_store", os.uname().nodename, name

@@ -20,6 +20,7 @@ from pydantic import (
 
 from glm46.config.faults import show
 from glm46.config.hub_address import HubKind, OnHub, is_hub_address
+from glm46.config.store_address import is_store_address, store_url
 
 
 class Removed(NamedTuple):
@@ -115,6 +116,14 @@ RunFolder = Annotated[LocalPath, AfterValidator(_inside)]
 """A folder of one run: an absolute path, or one under job.dump_folder. Retention deletes step folders in it."""
 
 
+def _run_folder_or_url(path: str) -> str:
+    return store_url(path) if is_store_address(path) else _inside(_no_url(path))
+
+
+StoredRunFolder = Annotated[str, AfterValidator(_run_folder_or_url)]
+"""A folder of one run like `RunFolder`, or the URL of a prefix of an object store."""
+
+
 def _distinct(entries: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     for entry in entries:
         if entries.count(entry) > 1:
@@ -134,6 +143,8 @@ def real_folder(path: str | None) -> Path | None:
 
 def _on_hub(kind: HubKind) -> AfterValidator:
     def check(path: str) -> str:
+        if is_store_address(path) and kind != "dataset":
+            return store_url(path)
         if not is_hub_address(path):
             return _no_url(path)
         if OnHub(kind).parse(path) is None:
@@ -144,7 +155,7 @@ def _on_hub(kind: HubKind) -> AfterValidator:
 
 
 ModelFolder = Annotated[str, _on_hub("model")]
-"""A folder of this machine, or a model of the hub. The field also has `OnHub`."""
+"""A folder of this machine, a model of the hub, or a URL of an object store. The field also has `OnHub`."""
 DataFile = Annotated[str, _on_hub("dataset")]
 """A file of this machine, or a file of a data set of the hub. The field also has `OnHub`, or its reader takes ids."""
 

@@ -72,6 +72,7 @@ def run(
             task = build_task(plan, build_cluster(plan, process))
             checkpoints = build_checkpoints(plan)
             ends.callback(task.close)
+            ends.callback(checkpoints.release)
             progress, meta = resume.start(task, checkpoints, weights)
             while True:
                 try:

@@ -22,6 +22,7 @@ from glm46.run.curriculum import stage_at
 from glm46.run.flops import batch_flops
 from glm46.run.schedule import batch_sequences, learning_rate_factor
 from glm46.storage.checkpoint.integrity import step_folder
+from glm46.storage.checkpoint.store_mirror import shown
 
 # Steps between two collections of Python garbage, on all ranks at the same step, so that no rank delays the others.
 _GC_STEPS = 50
@@ -241,7 +242,7 @@ def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finish
     """Return the last message of a run. Collective: all ranks compute the sample."""
     config = task.plan.config
     folder = Path(config.job.dump_folder)
-    checkpoint = step_folder(config.checkpoint_folder, progress.step)
+    checkpoint = shown(step_folder(config.checkpoint_folder, progress.step))
     saved = (
         f"checkpoint   {checkpoint}" if config.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
     )

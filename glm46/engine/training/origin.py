@@ -10,17 +10,26 @@ from glm46.engine.reliability.run_lock import outer_run
 from glm46.engine.training.saved_config import CONTINUE_REMEDY, SHAPE_KEYS, differences, saved_run
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import published_steps, quick_faults, step_folder, step_of
+from glm46.storage.checkpoint.store_mirror import refresh_mirror
 
 
 def refuse_origin(config: RunConfig) -> None:
     """Check the checkpoint that a run would start from, and the folders that it writes to. Needs no process group and
-    writes nothing.
+    writes nothing, except the mirror of an object store.
 
     Raises:
         UserError: the folder is missing, or of another kind or model.
     """
     checkpoint = config.checkpoint
     folder = config.checkpoint_folder
+    if checkpoint.enable and config.checkpoint_url is not None:
+        try:
+            refresh_mirror(config.checkpoint_url, folder)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.folder = {checkpoint.folder!r}: cannot be read: {error.strerror}; set the variables of "
+                "the provider, or another folder"
+            ) from error
     if checkpoint.enable and folder.exists() and not folder.is_dir():
         raise UserError(
             f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
@@ -44,7 +53,7 @@ def has_checkpoint(config: RunConfig) -> bool:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return False
-    local = Path(checkpoint.node_local_folder) if checkpoint.node_local_folder else None
+    local = config.staging_folder
     has_local = local is not None and any(local.rglob("step-*"))  # not gathered yet
     return checkpoint.load_step != -1 or bool(published_steps(config.checkpoint_folder)) or has_local
 
@@ -54,7 +63,8 @@ def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
     for key, folder in config.folders_apart.items():
         if other := outer_run(folder, dump_folder):
             raise UserError(f"{key} = {str(folder)!r}: lies in the folder of the run in {other}; name another folder")
-    if not saved or "checkpoint.folder" not in config.folders_apart:
+    is_apart = "checkpoint.folder" in config.folders_apart or config.checkpoint_url is not None
+    if not saved or not is_apart:
         return
     newest = step_folder(config.checkpoint_folder, saved[-1])
     owner = None

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.compute.distributed.bandwidth import BandwidthProbe
@@ -72,7 +71,8 @@ def build_checkpoints(plan: Plan) -> CheckpointManager:
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
         keep_best_k=config.keep_best_k,
-        node_local_folder=Path(config.node_local_folder) if config.node_local_folder else None,
+        node_local_folder=plan.config.staging_folder,
+        store_url=plan.config.checkpoint_url,
     )
 
 

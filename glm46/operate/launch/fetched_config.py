@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.config.fields import hub_keys
+from glm46.config.hub_address import HubKey
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
+from glm46.config.store_address import store_url
 from glm46.storage.huggingface.hub import fetched_keys
+from glm46.storage.huggingface.stored_folder import CACHE, cache_folder
 
-_IN_CACHE = re.compile(r"--[^=]+=.*/(?:models|datasets)--[^/]+/snapshots/")
-"""Pattern of an override with a path in the cache of the hub, as `fetched_overrides` makes it."""
+_IN_CACHE = re.compile(rf"--[^=]+=.*/(?:(?:models|datasets)--[^/]+/snapshots|{CACHE}/[0-9a-f]{{16}})/")
+"""Pattern of an override with a path in the cache of the hub or of object stores, as `fetched_overrides` makes it."""
 
 
 def fetched_overrides(config: RunConfig) -> list[str]:
@@ -36,6 +39,13 @@ def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None
         {
             hub_key.key: hub_key.value
             for hub_key in hub_keys(config_with_ids)
-            if fetched or f"--{hub_key.repository.replace('/', '--')}/" in paths.get(hub_key.key, "")
+            if fetched or _part_of_cache(hub_key) in paths.get(hub_key.key, "")
         }
     )
+
+
+def _part_of_cache(key: HubKey) -> str:
+    """Return the part of a path that shows which repository or URL a folder of a cache holds."""
+    if key.repository is None:
+        return str(cache_folder(store_url(key.value)))
+    return f"--{key.repository.replace('/', '--')}/"

@@ -8,6 +8,7 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
+from glm46.storage.checkpoint.store_mirror import shown
 from glm46.storage.data.corpus import check_epochs
 from glm46.storage.data.manifest import load_manifest
 
@@ -23,6 +24,8 @@ def describe_next(plan: Plan, start: Start) -> str:
         "job.dump_folder": f"{plan.config.job.dump_folder}_longer",
         **{key: f"{folder}_longer" for key, folder in plan.config.folders_apart.items()},
     }
+    if plan.config.checkpoint_url is not None:
+        values["checkpoint.folder"] = f"{plan.config.checkpoint_url}_longer"
     lines = [f"all keys      {module_command()} train --help keys"]
     folder = plan.config.checkpoint_folder
     ask_command = f"ask it        {module_command()} generate"
@@ -39,7 +42,8 @@ def describe_next(plan: Plan, start: Start) -> str:
         steps = published_steps(folder)
         if steps:
             newest = step_folder(folder, steps[-1])
-            lines.insert(0, f"{ask_command} --checkpoint {quote(short(newest))} {prompt}")
+            place = short(newest) if plan.config.checkpoint_url is None else shown(newest)
+            lines.insert(0, f"{ask_command} --checkpoint {quote(place)} {prompt}")
     try:
         config = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
         manifests = {source.name: load_manifest(Path(source.path), full=False) for source in config.data.sources}

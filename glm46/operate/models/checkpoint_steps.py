@@ -9,6 +9,8 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.printable import printable
+from glm46.files.store import store_of
+from glm46.files.store_lease import Lease
 from glm46.storage.checkpoint.folder_kind import Kind, checkpoint_folders, kind_of, require_kind
 from glm46.storage.checkpoint.integrity import (
     META,
@@ -23,6 +25,7 @@ from glm46.storage.checkpoint.integrity import (
     step_of,
 )
 from glm46.storage.checkpoint.publish import Retention, remove, steps_to_remove
+from glm46.storage.checkpoint.store_mirror import shown
 
 _EXIT_DAMAGED = 1
 _LONGEST_SHOWN = 200
@@ -116,7 +119,7 @@ def _print_summary(summary: CheckpointSummary, good: str) -> None:
     state = "DAMAGED" if summary.faults else good if summary.is_good else f"{good}, but its last step was skipped"
     print(f"{summary.step:>10} {saved:19} {tokens:>18} {loss:>9} {size:>10}  {state}")
     for fault in summary.faults:
-        print(f"{'':>10} {printable(fault)}")
+        print(f"{'':>10} {printable(fault.replace(str(summary.path), shown(summary.path)))}")
 
 
 def _size(count: int | None) -> str:
@@ -139,7 +142,7 @@ def show(arguments: argparse.Namespace) -> int:
     for key, value in read_meta(arguments.folder).items():
         text = value if isinstance(value, str) else json.dumps(value)
         if "\n" in text or len(text) > _LONGEST_SHOWN:
-            text = f"{len(text):,} characters, in {arguments.folder / META}"
+            text = f"{len(text):,} characters, in {shown(arguments.folder)}/{META}"
         print(printable(f"{key:20} {text}"))
     width = max((len(tensor.name) for tensor in tensors), default=0)
     for tensor in tensors:
@@ -169,10 +172,17 @@ def prune(arguments: argparse.Namespace) -> int:
         raise UserError(
             *faults, f"{newest}: the newest checkpoint is damaged, so no older one is removed; remove it first"
         )
+    store = store_of(arguments.folder)
+    lease = None if store is None or not arguments.yes else Lease(store)
+    if lease is not None and (holder := lease.acquire()):
+        raise UserError(f"{arguments.folder}: {holder} is training in this prefix; wait for it")
     for step in removed:
-        print(f"{'removed' if arguments.yes else 'would remove'} {complete[step].path} ({_size(complete[step].bytes)})")
+        place = shown(complete[step].path)
+        print(f"{'removed' if arguments.yes else 'would remove'} {place} ({_size(complete[step].bytes)})")
         if arguments.yes:
             remove(complete[step].path)
+    if lease is not None:
+        lease.release()
     if not arguments.yes:
         print("nothing was removed; add --yes to remove them")
     return 0

@@ -29,7 +29,7 @@ def start_evaluation(argv: Sequence[str], arguments: argparse.Namespace, sources
     """
     if launched_world_size() is None:
         _check(arguments, sources)
-    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
+    folders = fetch_options(arguments, "model", "checkpoint", "adapter", "tokenizer")
     return start_ranks("evaluate", with_folders(argv, folders), arguments)
 
 

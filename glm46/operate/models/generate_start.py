@@ -35,7 +35,7 @@ def start_generation(argv: Sequence[str], arguments: argparse.Namespace) -> int 
         )
     if launched_world_size() is None:
         _check(arguments)
-    folders = fetch_options(arguments, "model", "adapter", "tokenizer")
+    folders = fetch_options(arguments, "model", "checkpoint", "adapter", "tokenizer")
     return start_ranks("generate", with_folders(argv, folders), arguments)
 
 

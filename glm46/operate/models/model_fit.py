@@ -9,7 +9,6 @@ from pathlib import Path
 from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.hub_address import is_hub_address
 from glm46.config.model import ModelShape
 from glm46.engine.inference.stored_model import StoredModel, alignment_faults, stored_model
 from glm46.operate.estimate.machine import Machine, detect_machine
@@ -18,17 +17,17 @@ from glm46.operate.estimate.other_networks import inference_bytes
 from glm46.operate.estimate.requirement import USABLE_CPU_RATIO, compare_memory, usable_bytes
 from glm46.operate.launch.ranks import degrees_of, processes
 from glm46.run.layout import generation_layout
-from glm46.storage.huggingface.hub import config_folder
+from glm46.storage.huggingface.hub import config_folder, is_remote
 
 
 def is_on_hub(location: Path | str | None) -> bool:
-    """True if an option names a repository on the Hugging Face Hub."""
-    return location is not None and is_hub_address(str(location))
+    """True if an option names a repository on the Hugging Face Hub, or a folder of an object store."""
+    return location is not None and is_remote(str(location))
 
 
 def find_model(folder: Path) -> StoredModel | None:
-    """Describe the model in a folder. For a model on the Hub only config.json is fetched; None if that fails: the
-    download of the full folder reports the reason later.
+    """Describe the model in a folder. For a model on the Hub only config.json is fetched; None if that fails, and for
+    a folder of an object store: the download of the full folder reports the reason later.
 
     Raises:
         UserError: the folder contains no model, or its description is damaged.

@@ -4,7 +4,8 @@ A local disk is fast and is lost with its node: until a save is gathered, it onl
 Loading always reads the shared folder. A node-local save leaves on each node a step folder with the same
 ``manifest.json``, ``.metadata`` and ``meta.json``, and the tensor files that this node's ranks wrote; the parts of one
 save have the same hash of their manifest. Files are copied to ``step-000123.gather`` in the shared folder and compared
-there with the manifest before they get their names, so an interrupted gathering continues with what is missing.
+there with the manifest before they get their names, so an interrupted gathering continues with what is missing. An
+object store is a destination too, see `glm46.storage.checkpoint.store_mirror`.
 """
 
 import os
@@ -41,13 +42,20 @@ class NodeFolder:
 
     path: Path
     is_leader: bool
+    index: int = 0
+    """Number of this rank among the ranks of its node."""
+    count: int = 1
+    """Number of ranks of the node."""
 
     @classmethod
     def of_this_rank(cls, path: Path, ranks: "Ranks") -> "NodeFolder":
         """Return the folder of this rank's node. Collective. Ranks share a node if host name and folder are the
         same."""
         node = (socket.gethostname(), str(Path(path).absolute()))
-        return cls(Path(path), is_leader=ranks.all_gather(node).index(node) == ranks.rank)
+        nodes = ranks.all_gather(node)
+        members = [rank for rank, other in enumerate(nodes) if other == node]
+        index = members.index(ranks.rank)
+        return cls(Path(path), is_leader=index == 0, index=index, count=len(members))
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,50 @@ class NodePart:
     """Seconds since the epoch."""
     files: tuple[str, ...]
     """Files on this node with the length in the manifest."""
-    wanted: tuple[str, ...]
+    all_files: tuple[str, ...]
     """All files that the manifest lists."""
 
 
-def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
+class Destination:
+    """The shared folder that saves are gathered in."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def open(self, ranks: "Ranks") -> None:
+        """Take what must belong to one run alone. Collective. Raises UserError on all ranks if another run has it."""
+
+    def close(self) -> None:
+        """Give back what `open` has taken. Idempotent."""
+
+    def refresh(self, *, is_first: bool) -> None:
+        """Complete what an interrupted gathering has left. One rank of each node calls it."""
+        if is_first and self.path.is_dir():
+            repair(self.path)
+
+    def begin(self, save: NodePart) -> None:
+        """Prepare for the files of a save; the first rank calls it, before any file is copied."""
+
+    def copy(self, local: Path, save: NodePart) -> list[str]:
+        """See `copy_part`."""
+        return copy_part(local, self.path, save)
+
+    def publish(self, step: int, manifest: bytes) -> list[str]:
+        """See `publish_gathered`."""
+        return publish_gathered(self.path, step, manifest)
+
+    def fetch(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> None:
+        """Make the files of a step folder readable on each node, as far as possible. Collective."""
+
+    def free(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> bool:
+        """Remove the files that `fetch` has made. Collective. Returns whether the step folder has lost them."""
+        return False
+
+
+def gather(node: NodeFolder, destination: Destination, ranks: "Ranks") -> None:
     """Copy the newest save that is complete over all nodes to the shared folder, then free the local disks. Collective.
 
     Does nothing when no save is complete, or the shared folder has a later save of the same step.
-
-    Args:
-        output: the shared checkpoint folder.
 
     Raises:
         CheckpointError: on all ranks. The local files stay; the next gathering continues.
@@ -81,13 +122,13 @@ def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
         if node.is_leader:
             if node.path.is_dir():
                 repair(node.path)
-            if ranks.is_first and output.is_dir():
-                repair(output)
+            destination.refresh(is_first=ranks.is_first)
             stage.value = parts_in(node.path)[0]
     saves = whole_saves(part for parts in stage.values for part in parts)
     if not saves:
         return
     newest = saves[-1]
+    output = destination.path
     local_parts = stage.values[ranks.rank]
     has_part = any(part.seal == newest.seal for part in local_parts)
     with ranks.stage("looking at the shared folder") as shared:
@@ -97,20 +138,34 @@ def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
     if superseded:
         return
     if not gathered:
-        with ranks.stage("copying to shared storage") as stage:
-            if has_part:
-                _raise_if(copy_part(node.path, output, newest))
-                stage.value = (step_folder(node.path, newest.step) / MANIFEST).read_bytes()
-        manifest = next(value for value in stage.values if value is not None)
-        with ranks.stage("publishing on shared storage"):
-            if ranks.is_first:
-                _raise_if(publish_gathered(output, newest.step, manifest))
+        _copy_and_publish(node, destination, newest, ranks, has_part=has_part)
     with ranks.stage("removing node-local files"):
         if has_part:
             _raise_if(remove_part(node.path, output, newest))
         for part in local_parts:
             if part.step < newest.step:  # superseded by the gathered save
                 remove(step_folder(node.path, part.step))
+
+
+def _copy_and_publish(
+    node: NodeFolder, destination: Destination, save: NodePart, ranks: "Ranks", *, has_part: bool
+) -> None:
+    """Copy the files of a save from all nodes, then publish it. Collective. ``has_part``: this rank acts for a node
+    that has files of the save."""
+    with ranks.stage("preparing shared storage"):
+        if ranks.is_first:
+            destination.begin(save)
+    with ranks.stage("copying to shared storage") as stage:
+        if has_part:
+            _raise_if(destination.copy(node.path, save))
+            stage.value = (step_folder(node.path, save.step) / MANIFEST).read_bytes()
+    manifest = next(value for value in stage.values if value is not None)
+    with ranks.stage("publishing on shared storage"):
+        if ranks.is_first:
+            _raise_if(destination.publish(save.step, manifest))
+    with ranks.stage("listing shared storage"):
+        if node.is_leader:
+            destination.refresh(is_first=ranks.is_first)
 
 
 def _raise_if(faults: list[str]) -> None:
@@ -148,9 +203,9 @@ def whole_saves(parts: Iterable[NodePart]) -> list[NodePart]:
         files_by_seal.setdefault(part.seal, set()).update(part.files)
         part_by_seal[part.seal] = part
     saves = [
-        replace(part, files=part.wanted)
+        replace(part, files=part.all_files)
         for seal, part in part_by_seal.items()
-        if files_by_seal[seal] == set(part.wanted)
+        if files_by_seal[seal] == set(part.all_files)
     ]
     return sorted(saves, key=lambda part: (part.step, part.saved_at))
 

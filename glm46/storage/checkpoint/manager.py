@@ -16,7 +16,7 @@ from glm46.config.errors import UserError
 from glm46.storage.checkpoint.background import BackgroundSaver
 from glm46.storage.checkpoint.dcp import read_tensors
 from glm46.storage.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
-from glm46.storage.checkpoint.gathering import NodeFolder, gather
+from glm46.storage.checkpoint.gathering import Destination, NodeFolder, gather
 from glm46.storage.checkpoint.integrity import (
     published_steps,
     read_meta,
@@ -27,6 +27,7 @@ from glm46.storage.checkpoint.integrity import (
 )
 from glm46.storage.checkpoint.publish import Retention, repair, set_aside
 from glm46.storage.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, encode_meta, save_now
+from glm46.storage.checkpoint.store_mirror import StoreDestination
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ class CheckpointManager:
         folder: holds the step folders; the first save makes it.
         keep_latest_k, keep_every, keep_best_k: see `Retention`.
         node_local_folder: a folder on the node's own disk; saves go there first, and from there to ``folder``.
+        store_url: prefix of an object store that holds the checkpoints. ``folder`` is then its mirror, and
+            ``node_local_folder`` is required.
+
+    Raises:
+        UserError: on all ranks: another run writes to the prefix, or the store cannot be used.
     """
 
     def __init__(
@@ -54,12 +60,14 @@ class CheckpointManager:
         keep_every: int = 0,
         keep_best_k: int = 0,
         node_local_folder: Path | None = None,
+        store_url: str | None = None,
     ):
         self.folder = Path(folder)
         rule = Retention(keep_latest_k=keep_latest_k, keep_every=keep_every, keep_best_k=keep_best_k)
         self._ranks = Ranks.of_this_run()
         node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
-        self._target = SaveTarget(self.folder, rule, node)
+        self._destination = StoreDestination(self.folder, store_url) if store_url else Destination(self.folder)
+        self._target = SaveTarget(self._destination, rule, node)
         self._background = BackgroundSaver()
         self._verified: dict[Path, dict[str, Any]] = {}
         self.before_publishing: Callable[[], None] = lambda: None
@@ -68,6 +76,11 @@ class CheckpointManager:
         self._loaded_step: int | None = None
         self._branch_point: int | None = None
         """The loaded step, until the next save sets aside the checkpoints after it."""
+        self._destination.open(self._ranks)
+
+    def release(self) -> None:
+        """Let other runs use the prefix of the store. Not collective."""
+        self._destination.close()
 
     @property
     def loaded_step(self) -> int | None:
@@ -179,7 +192,7 @@ class CheckpointManager:
         """
         self._wait_for_save()
         if self._target.node is not None:
-            gather(self._target.node, self.folder, self._ranks)
+            gather(self._target.node, self._destination, self._ranks)
         with self._ranks.stage("listing checkpoints") as stage:
             if self._ranks.is_first:
                 if self.folder.is_dir():
@@ -242,6 +255,8 @@ class CheckpointManager:
             self._loaded_step = source
             self._branch_point = source
         meta_of_first_rank = stage.values[0]
+        if self._destination.free(path, self._target.node, self._ranks):
+            del self._verified[path]  # the next load fetches the files again
         return meta_of_first_rank
 
     def _begin(
@@ -286,6 +301,7 @@ class CheckpointManager:
         """Return the manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless
         the manifest records that the save checked them. Collective."""
         if path not in self._verified:
+            self._destination.fetch(path, self._target.node, self._ranks)
             manifest, faults = verify_folder(path, step_of(path), self._ranks)
             if manifest is not None and not manifest.get("finite", False):
                 faults = stored_not_finite(path, records_of(manifest), self._ranks)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from glm46.files.durable import FileRecord
 from glm46.files.file_content import known_fault
-from glm46.files.regular_file import read_regular
+from glm46.files.store import read_linked
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
@@ -127,7 +127,7 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
     """
     path = folder / METADATA
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(read_regular(path))).load()
+        metadata = _MetadataUnpickler(io.BytesIO(read_linked(path))).load()
     except OSError as error:
         return None, [f"{path}: cannot be read: {error.strerror}"]
     except _BROKEN_PICKLE as error:

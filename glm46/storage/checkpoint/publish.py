@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from glm46.files.durable import FileRecord, create_durably, replace_durably, sync_folder
-from glm46.storage.checkpoint.integrity import META, step_folder, write_manifest
+from glm46.files.store import store_of
+from glm46.storage.checkpoint.integrity import MANIFEST, META, step_folder, write_manifest
 
 LATEST = "latest"
 LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
@@ -84,12 +85,17 @@ def repair(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a published checkpoint to ``.abandoned``, so that no run loads it. Returns the new path."""
+    """Rename a published checkpoint to ``.abandoned``, so that no run loads it, in its store too. Returns the new
+    path."""
+    if (store := store_of(path.parent)) is not None:
+        store.move_folder(path.name, f"{path.name}.abandoned", first=MANIFEST)
     return _renamed(path, ".abandoned")
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint folder; it is invisible before the first file is deleted."""
+    """Delete a checkpoint folder, in its store too; it is invisible before the first file is deleted."""
+    if (store := store_of(path.parent)) is not None:
+        store.remove_folder(path.name, first=MANIFEST)
     shutil.rmtree(_renamed(path, ".trash"))
 
 

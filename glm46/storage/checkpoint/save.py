@@ -13,9 +13,10 @@ from torch import Tensor
 
 from glm46.compute.distributed.ranks import CheckpointError, Ranks
 from glm46.files.durable import create_durably
+from glm46.files.store import store_of
 from glm46.storage.checkpoint.dcp import write_tensors
 from glm46.storage.checkpoint.finite import refuse_not_finite
-from glm46.storage.checkpoint.gathering import NodeFolder, gather
+from glm46.storage.checkpoint.gathering import Destination, NodeFolder, gather
 from glm46.storage.checkpoint.integrity import (
     VALIDATION_STEP,
     complete_steps,
@@ -76,10 +77,14 @@ class SaveOutcome:
 class SaveTarget:
     """The folders of a run's checkpoints, and the rule by which old ones are removed."""
 
-    folder: Path
+    destination: Destination
     rule: Retention
     node: NodeFolder | None
     """A local disk that saves are written to first."""
+
+    @property
+    def folder(self) -> Path:
+        return self.destination.path
 
 
 def save_now(
@@ -99,7 +104,7 @@ def save_now(
             size = _write(target.folder, ranks.is_first, snapshot, ranks, staged)
         else:
             size = _write(target.node.path, target.node.is_leader, snapshot, ranks, staged)
-            gather(target.node, target.folder, ranks)
+            gather(target.node, target.destination, ranks)
         _remove_old(target, snapshot.step, ranks, in_use)
     return size
 
@@ -150,8 +155,10 @@ def _remove_old(target: SaveTarget, saved: int, ranks: Ranks, in_use: Collection
             undated = {step for step, body in bodies.items() if has_undated_loss(body)}
             stage.value = steps_to_remove(losses, target.rule, in_use, doubtful, undated)
     old = stage.values[0]
-    # A disk can lose data that it has accepted: old checkpoints stay until the new one was read back.
-    if old and (faults := verify_folder(step_folder(folder, saved), saved, ranks)[1]):
+    # A disk can lose data that it has accepted: old checkpoints stay until the new one was read back. The objects of a
+    # store were read back by their uploads.
+    is_read_back = store_of(folder) is not None
+    if old and not is_read_back and (faults := verify_folder(step_folder(folder, saved), saved, ranks)[1]):
         raise CheckpointError(*faults)
     with ranks.stage("removing old checkpoints"):
         if ranks.is_first:

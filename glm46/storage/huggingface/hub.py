@@ -1,5 +1,5 @@
-"""Fetches folders of the Hugging Face hub, named ``hf://owner/name`` where a verb or a config takes a folder, and files
-of its data sets, named ``hf://datasets/owner/name/file``."""
+"""Fetches folders of the Hugging Face hub, named ``hf://owner/name`` where a verb or a config takes a folder, files of
+its data sets, named ``hf://datasets/owner/name/file``, and folders of object stores, named ``s3://bucket/prefix``."""
 
 import argparse
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.hub_address import HubId, HubKey, OnHub, is_hub_address
+from glm46.config.store_address import is_store_address
+from glm46.storage.huggingface.stored_folder import fetch_folder
 
 MODEL = OnHub("model")
 TOKENIZER = OnHub("tokenizer")
@@ -18,16 +20,21 @@ _IN_CACHE = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots
 
 
 def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
-    """Replace options that name a repository of the hub by its local folder, see `local_path`. Returns the folder of
-    each id, for `with_folders`."""
+    """Replace options that name a repository of the hub, or a folder of an object store, by its local folder, see
+    `local_path`. Returns the folder of each, for `with_folders`."""
     folders = {}
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and is_hub_address(str(value)):
+        if value is not None and is_remote(str(value)):
             folder = local_path(value, TOKENIZER if name == "tokenizer" else MODEL, f"--{name}")
             setattr(arguments, name, type(value)(folder))
             folders[str(Path(value))] = str(folder)
     return folders
+
+
+def is_remote(address: str) -> bool:
+    """Return True if a text is an address of the hub or of an object store."""
+    return is_hub_address(address) or is_store_address(address)
 
 
 def with_folders(argv: Sequence[str], folders: Mapping[str, str]) -> list[str]:
@@ -65,13 +72,16 @@ def local_path(hub_address: Path | str, mark: OnHub, option: str) -> Path:
     download.
 
     Args:
-        hub_address: ``hf://owner/name`` or ``hf://datasets/owner/name/path``, with ``@revision`` after the name.
+        hub_address: ``hf://owner/name`` or ``hf://datasets/owner/name/path``, with ``@revision`` after the name; or the
+            URL of a folder in an object store, see `fetch_folder`.
         option: option or key, for messages.
 
     Raises:
         UserError: huggingface_hub is not installed, the id is malformed, or the files are neither in the cache nor
             received from the hub.
     """
+    if is_store_address(str(hub_address)):
+        return fetch_folder(str(hub_address), option)
     hub_id = mark.parse(str(hub_address))
     if hub_id is None:
         raise UserError(f"{option} {hub_address}: not an id of the hub; give {mark.form}")
@@ -93,7 +103,7 @@ def _fetch(hub_id: HubId, kind: str, option: str) -> Path:
 
 def local_tokenizer(path: str) -> str:
     """Return the tokenizer path of a checkpoint; an id is fetched and becomes its local path."""
-    return str(local_path(path, TOKENIZER, "model.tokenizer_path =")) if is_hub_address(path) else path
+    return str(local_path(path, TOKENIZER, "model.tokenizer_path =")) if is_remote(path) else path
 
 
 def repository_of(folder: str) -> tuple[str, str | None]:

@@ -17,6 +17,7 @@ from glm46.run.curriculum import stage_at
 from glm46.run.function import capacity_lines
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.integrity import step_folder
+from glm46.storage.checkpoint.store_mirror import shown
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer
@@ -110,7 +111,7 @@ class Pretraining(Task):
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)
         if self.plan.layout.non_dp_degree > 1:
             # Generation here does not support ranks that hold only part of a sequence or of the layers.
-            step = step_folder(config.checkpoint_folder, progress.step)
-            command = f"{module_command()} generate --checkpoint {shlex.quote(str(step))} --prompt '...'"
+            step = shown(step_folder(config.checkpoint_folder, progress.step))
+            command = f"{module_command()} generate --checkpoint {shlex.quote(step)} --prompt '...'"
             return [f"To see text: {command}"] if config.checkpoint.enable else []
         return [] if self._sample is None else self._sample(self.network, self.tokenizer, stop)

@@ -21,6 +21,7 @@ from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.names import HFNames, has_repeats
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, Scheme, config_of_scheme
+from glm46.storage.huggingface.stored_folder import publish_folder
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
 
@@ -44,10 +45,25 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
         origin = AdapterOrigin(network.frozen_files, config.adapter.base_dtype)
         with _replaced(folder) as new:
             export_adapter(new, shape, adapters, scale=config.adapter.scale, base=base, origin=origin)
-        return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
+        place = _published(folder, config.checkpoint_url)
+        return f"{place}\n{DORA_NOTE}" if config.adapter.name == "dora" else place
     with _replaced(folder) as new:
         write_weights(network, tokenizer, new, torch.bfloat16)
-    return "\n".join([str(folder), *capacity_lines(config.moe, "what reads this folder")])
+    place = _published(folder, config.checkpoint_url)
+    return "\n".join([place, *capacity_lines(config.moe, "what reads this folder")])
+
+
+def _published(folder: Path, url: str | None) -> str:
+    """Upload an export to the object store of the run, if it has one, next to its checkpoints. Collective. Returns the
+    place of the export for the user."""
+    if url is None:
+        return str(folder)
+    target = f"{url}/{folder.parent.name}/{folder.name}"
+    ranks = Ranks.of_this_run()
+    with ranks.stage(f"uploading {folder}"):
+        if ranks.is_first:
+            publish_folder(folder, target)
+    return target
 
 
 @contextmanager

@@ -206,7 +206,10 @@ def test_a_wrong_number_of_micro_batches_comes_soon_or_never():
     ("--parallelism.expert_parallel_degree=1000000000", "must divide model.shape.n_routed_experts = 16"),
     ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
     ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
-    ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),
+    ("--checkpoint.load_path=s3://bucket/x", 'checkpoint.load_path = "s3://bucket/x": is a URL'),
+    ("--checkpoint.folder=https://bucket/x", 'checkpoint.folder = "https://bucket/x": is a URL'),
+    ("--checkpoint.folder=s3://bucket/../x", 'checkpoint.folder = "s3://bucket/../x": is not one prefix of a store'),
+    ("--checkpoint.initial_load_path=s3://b/a?x", 'initial_load_path = "s3://b/a?x": is not one prefix of a store'),
     ("--model.tokenizer_path=https://a.b/c", 'model.tokenizer_path = "https://a.b/c": is a URL'),
 ])  # fmt: skip
 def test_a_slip_of_the_hand_is_answered_at_once(override, said, tmp_path):
@@ -215,6 +218,12 @@ def test_a_slip_of_the_hand_is_answered_at_once(override, said, tmp_path):
     text = SOUND.replace("[[data", "[validation]\nenable = true\n[[data")
     faults = faults_of(text, tmp_path, override)
     assert said in faults[0] and time.process_time() - began < 60
+
+
+def test_no_message_has_the_password_of_a_url(tmp_path):
+    for key in ("checkpoint.folder", "job.dump_folder", "checkpoint.initial_load_path"):
+        fault = faults_of(SOUND, tmp_path, f"--{key}=s3://user:pass-word@host/x")[0]
+        assert key in fault and "pass-word" not in fault
 
 
 @pytest.mark.parametrize(("number", "noun", "text"), [(1, "step", "1 step"), (0, "step", "0 steps"),
