@@ -20,6 +20,7 @@ Algorithm = Literal[
     "reinforce++_baseline",
     "rloo",
     "tv",
+    "glm5_agent",
     "distillation",
 ]
 _LEVELS = ("token", "sequence", "geometric")
@@ -34,10 +35,11 @@ class ClipConfig(Section):
 
     low: float | None = Field(None, ge=0.0)
     """The ratio is clipped below 1 - low; at 1 or more there is no bound. algorithm = "tv": largest fall of a
-    probability."""
+    probability. algorithm = "glm5_agent": tokens with a ratio of 1 - low or less have no loss."""
 
     high: float | None = Field(None, ge=0.0)
-    """The ratio is clipped above 1 + high. algorithm = "tv": largest rise of a probability."""
+    """The ratio is clipped above 1 + high. algorithm = "tv": largest rise of a probability. algorithm = "glm5_agent":
+    tokens with a ratio of 1 + high or more have no loss."""
 
 
 class KLConfig(Section):
@@ -161,9 +163,9 @@ class RLConfig(Section):
     ] = "gspo"
     """gspo: arXiv 2507.18071, gspo_glm with the narrower clip of GLM's recipe; grpo: 2402.03300; dr_grpo: 2503.20783;
     dapo: 2503.14476; cispo: 2506.13585; ppo: 1707.06347; reinforce++ and reinforce++_baseline: 2501.03262; rloo:
-    2402.14740; tv: a mask on the change of probabilities instead of a clip; distillation: the advantage of a token is
-    its log-probability under the teacher, which is [rl.reference], minus its log-probability under the policy (arXiv
-    2306.13649)."""
+    2402.14740; tv: a mask on the change of probabilities instead of a clip; glm5_agent: arXiv 2602.15763, a mask on the
+    ratio to the policy of the rollout; distillation: the advantage of a token is its log-probability under the teacher,
+    which is [rl.reference], minus its log-probability under the policy (arXiv 2306.13649)."""
 
     prompts_per_rollout: int = Field(ge=1)
     """Prompts of one rollout, each sampled group_size times from one policy. One rollout is one or several optimizer
@@ -181,7 +183,14 @@ class RLConfig(Section):
     forward pass of that step if it is the only one and no penalty in the reward reads them. rollout: as the engine
     computed them. Absent: from the preset."""
 
-    routing_replay: bool = False
+    routing_replay: Annotated[
+        bool,
+        Excludes(
+            "moe.bias_update_rate",
+            reason="because the bias would balance the experts that the engine chose, which it cannot change",
+            remedy="set moe.bias_update_rate = 0.0",
+        ),
+    ] = False
     """The policy computes log-probabilities and gradients with the experts that the engine chose for each token, as
     constants (R3, arXiv 2510.11370). The policy still computes the weights of these experts, so the routers still
     learn."""
@@ -282,11 +291,12 @@ class ResolvedCorrection(CorrectionConfig):
 class ResolvedRL(RLConfig):
     """[rl] with the keys of the preset."""
 
-    policy_loss: Literal["ppo", "cispo", "tv"]
+    policy_loss: Literal["ppo", "cispo", "tv", "mask"]
     """Loss of a token, which the algorithm alone decides. ppo: minimum of the objectives with the ratio and the clipped
     ratio. cispo: the clipped ratio is a constant weight of the log-probability, so that no token loses its gradient
     (arXiv 2506.13585). tv: the ratio is not clipped; a token whose probability has already moved by more than the
-    bounds of the clip in the direction of its advantage has no gradient."""
+    bounds of the clip in the direction of its advantage has no gradient. mask: the ratio is a constant weight of the
+    log-probability, and 0 outside of both bounds, whatever the sign of the advantage (arXiv 2602.15763)."""
 
     ratio: Literal["token", "sequence"]
     """Ratio of new to old policy: of each token, or of each sample, as the geometric mean over its tokens (GSPO)."""
@@ -377,6 +387,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         reduction="token_mean",
         old_policy="rollout",
         kl=dict(weight=2e-3, to="old", estimator="k2"),
+    ),
+    # The paper states no bounds; these are the ones of DAPO.
+    "glm5_agent": dict(
+        policy_loss="mask",
+        advantage="group_mean",
+        reduction="token_mean",
+        old_policy="rollout",
+        clip=dict(low=0.2, high=0.28),
     ),
 }
 """Keys that each algorithm sets, in addition to `_BASE`."""

@@ -116,7 +116,8 @@ def run_all(base: Path) -> dict[str, dict]:
     def train_on(label: str, ranks: int, rl: dict, degrees: dict, moment: str = "") -> list[int]:
         is_adapted = rl is _ADAPTED
         start = base / "gspo 1" / "checkpoint" / f"step-{STEPS:06d}" if "kl" in rl else None
-        sections = {"moe": {"sequence_aux_loss_weight": 0.0}} | (ADAPTED if is_adapted else {})
+        moe = {"sequence_aux_loss_weight": 0.0} | ({"bias_update_rate": 0.0} if rl is _REPLAYED else {})
+        sections = {"moe": moe} | (ADAPTED if is_adapted else {})
         config = small_config(
             base, base / label, parallelism=degrees,
             model=TINY | {

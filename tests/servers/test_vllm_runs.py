@@ -39,10 +39,11 @@ def test_experts_that_the_server_chose_are_replayed_in_training(make_run, tmp_pa
         return evaluate(self, *arguments, **options)
 
     monkeypatch.setattr(StepBuilder, "evaluate", biased)
+    frozen = {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}
     mismatch = {}
     for is_replayed in (True, False):
         rl, name = {"routing_replay": is_replayed}, f"replayed {is_replayed}"
-        config = make_run(name, 1, rl, served("--no-enable-prefix-caching"), model=MODEL)
+        config = make_run(name, 1, rl, served("--no-enable-prefix-caching"), model=MODEL, moe=frozen)
         assert train(config) == 0
         mismatch[is_replayed] = rows(config)[0]["mismatch_kl"]
         found = read_rollout(tmp_path / name / "rollouts", 0)

@@ -26,6 +26,7 @@ from glm46.tasks.rl.policy_loss import (
     cispo_loss,
     correction_weights,
     kl_estimate,
+    mask_loss,
     ppo_loss,
     sequence_ratio,
     sum_over_samples,
@@ -164,6 +165,8 @@ class PolicyGradient:
             ratio = token_ratio(logprobs, old)
         if config.policy_loss == "cispo":
             losses = cispo_loss(ratio, logprobs, advantages, clip.low, clip.high)
+        elif config.policy_loss == "mask":
+            losses = mask_loss(ratio, logprobs, advantages, clip.low, clip.high)
         elif config.policy_loss == "tv":
             losses = tv_loss(ratio, logprobs, old, advantages, clip.low, clip.high)
         else:

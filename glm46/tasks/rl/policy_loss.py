@@ -107,6 +107,19 @@ def cispo_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, 
     return TokenLosses(-weight * advantages * logprobs, weight != ratio)
 
 
+def mask_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLosses:
+    """Compute -r A logprob with the ratio as a constant, and 0 unless 1 - low < r < 1 + high.
+
+    Both bounds hold whatever the sign of the advantage: a token that is far from the policy that generated it teaches
+    nothing. With a gradient through the ratio the sign would be wrong where the probability is below 1 / e.
+
+    Source: arXiv 2602.15763, section 4.1.2, equations 3 to 5.
+    """
+    weight = ratio.detach()
+    is_outside = (weight <= 1 - low) | (weight >= 1 + high)
+    return TokenLosses((-weight * advantages * logprobs).where(~is_outside, 0.0), is_outside)
+
+
 def tv_loss(
     ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
 ) -> TokenLosses:

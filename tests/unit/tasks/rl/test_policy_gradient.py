@@ -17,7 +17,7 @@ def rl(algorithm: str, **keys) -> RLConfig:
     return RLConfig.model_validate({"algorithm": algorithm, "prompts_per_rollout": 1} | keys).resolved()
 
 
-@pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo", "dr_grpo", "cispo", "rloo", "tv"])
+@pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo", "dr_grpo", "cispo", "rloo", "tv", "glm5_agent"])
 def test_expected_gradient_is_that_of_the_expected_reward(algorithm):
     """All 9 sequences of 2 tokens, each as often as its probability says: the mean of the estimates is the gradient of
     the mean reward, up to the factor that the reduction states. A wrong sign, baseline or reduction shows here."""
@@ -217,11 +217,40 @@ def test_a_single_step_needs_no_old_logprobs(keys):
     assert 0 < metrics["correction_dropped"] < 1 or config.correction.reject_level == "none"
 
 
+def test_glm5_s_loss_of_agents_weighs_each_token_by_its_ratio_to_the_rollout():
+    """Without an old policy, and 0 outside of both bounds for either sign of the advantage."""
+    config = rl("glm5_agent", clip={"low": 0.3, "high": 0.25})
+    assert config.old_policy == "rollout" and not config.is_on_policy(config.samples_per_rollout)
+    tokens, rewards, groups = samples(torch.Generator().manual_seed(11))
+    batch = {name: values for name, values in packed(tokens, [[6, 1], [7, 3, 0], [5], [2, 4]], 12).items()}
+    del batch["old_logprobs"], batch["reference_logprobs"]
+    batch["rollout_logprobs"] = batch["rollout_logprobs"].float().double()  # fields are FP32
+    batches = prepared([batch], rewards, groups, config)
+    loss, metrics, (gradient,) = policy_step(batches, config, seq_len=16)
+
+    is_token = batch["sample"] >= 0
+    sample = batch["sample"][is_token]
+    means = torch.stack([rewards[groups == group].double().mean() for group in groups])
+    advantages = (rewards - means)[sample]
+    logprobs = batch["new"][is_token].clone().requires_grad_()
+    ratio = (logprobs.detach() - batch["rollout_logprobs"][is_token]).exp()
+    is_inside = (ratio > 0.7) & (ratio < 1.25)
+    expected = -(ratio.where(is_inside, 0.0) * advantages * logprobs).sum() / len(logprobs)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient[is_token], logprobs.grad, rtol=1e-6, atol=0)
+    assert not gradient[~is_token].any()
+    assert metrics["clip_fraction"] == pytest.approx((~is_inside).double().mean().item())
+    for is_far in (ratio <= 0.7, ratio >= 1.25):
+        assert {-1.0, 1.0} <= set(advantages[is_far].sign().tolist())
+
+
 @pytest.mark.parametrize(("keys", "steps"), [
     ({"algorithm": "grpo"}, 2), 
     ({"algorithm": "ppo", "kl": {"weight": 0.1, "where": "reward"}}, 1),
     ({"algorithm": "grpo", "old_policy": "rollout"}, 1),
-], ids=["steps", "reward", "engine"])  # fmt: skip
+    ({"algorithm": "glm5_agent"}, 1),
+], ids=["steps", "reward", "engine", "agent"])  # fmt: skip
 def test_what_needs_old_logprobs_before_the_step(keys, steps):
     config = RLConfig.model_validate({"prompts_per_rollout": 2} | keys).resolved()
     assert not config.is_on_policy(config.samples_per_rollout // steps)

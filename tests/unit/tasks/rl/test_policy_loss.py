@@ -12,7 +12,7 @@ from glm46.tasks.rl.fields import (
     group_advantages,
     whiten,
 )
-from glm46.tasks.rl.policy_loss import kl_estimate, token_ratio
+from glm46.tasks.rl.policy_loss import kl_estimate, mask_loss, token_ratio
 
 FORMULAS = {
     "k1": (lambda d: d, lambda d: torch.ones_like(d)),
@@ -43,6 +43,30 @@ def test_a_ratio_has_a_gradient_up_to_its_stated_bound(d, gradient):
     ratio.sum().backward()
     assert ratio.item() == pytest.approx(torch.tensor(min(d, 20.0), dtype=torch.float64).exp().item())
     assert bool(logprobs.grad) == gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 0.5])
+def test_a_masked_loss_is_zero_from_both_bounds_on(advantage, dtype):
+    """At the bounds themselves too, which are powers of two and therefore exact."""
+    ratio = torch.tensor([1e-6, 0.49, 0.5, 0.51, 0.9, 1.0, 1.7, 1.99, 2.0, 2.01, 1e6], dtype=dtype)
+    logprobs = torch.linspace(-9, -0.01, len(ratio), dtype=dtype).requires_grad_()
+    losses = mask_loss(ratio, logprobs, torch.full_like(ratio, advantage), 0.5, 1.0)
+    losses.loss.sum().backward()
+    weight = torch.tensor([0, 0, 0, 0.51, 0.9, 1.0, 1.7, 1.99, 0, 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(
+        losses.loss.double(), -weight * advantage * logprobs.detach().double(), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(logprobs.grad.double(), -weight * advantage, rtol=1e-6, atol=0)
+    assert torch.equal(losses.is_clipped, weight == 0)
+
+
+def test_the_weight_of_a_masked_loss_is_a_constant():
+    """Through the ratio, a token of probability below 1 / e would have a gradient of the wrong sign."""
+    logprobs = torch.tensor([-3.0, -0.2], dtype=torch.float64, requires_grad=True)
+    ratio = token_ratio(logprobs, logprobs.detach())
+    mask_loss(ratio, logprobs, torch.ones(2, dtype=torch.float64), 0.2, 0.28).loss.sum().backward()
+    assert logprobs.grad.tolist() == [-1.0, -1.0]
 
 
 NUMBERS = st.floats(-3, 3, allow_nan=False, width=32)
