@@ -63,3 +63,7 @@ class MTPConfig(Section):
     loss_weight: Annotated[Schedule, every_value(0), Needs("model.shape.num_nextn_predict_layers")] = 0.3
     """Weight of the mean multi-token prediction loss; GLM-4.5 uses 0.3 for its first 15T tokens, then 0.1. With [rl]
     only the prediction layers get its gradient."""
+
+    depths: Annotated[int | None, Needs("model.shape.num_nextn_predict_layers", above=0)] = Field(None, ge=1)
+    """Number of tokens that the prediction layers learn to draft; depth k runs layer k modulo their number. Absent: one
+    per layer. One layer used for 3 depths is how GLM-5 (arXiv 2602.15763) and FastMTP (arXiv 2509.18362) train."""

@@ -108,6 +108,18 @@ def indexer_keys_fit_together(shape: ModelShape) -> Faults:
 
 
 @rule
+def depths_train_every_prediction_layer(config: RunConfig, shape: ModelShape) -> Faults:
+    """There are at least as many prediction depths as prediction layers, so that each layer learns."""
+    depths = config.mtp.depths
+    layers = shape.num_nextn_predict_layers
+    if depths is not None and 0 < depths < layers:
+        yield fault(
+            f"`mtp.depths`: must be at least `model.shape.num_nextn_predict_layers`, so that every layer learns; take "
+            f"{layers}, or remove it"
+        )
+
+
+@rule
 def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
     """Expert rows begin at multiples of 16 bytes."""
     for key, entries, broken in unaligned_experts(shape, config.training.mixed_precision_param):

@@ -64,6 +64,20 @@ def stages_fit_the_schedule(config: RunConfig) -> Faults:
 
 
 @rule
+def shared_depths_have_a_whole_backward(config: RunConfig, shape: ModelShape) -> Faults:
+    """A layer that runs more than once has one backward: torch's halves would add its gradients again."""
+    layout = config.parallelism
+    splits = PIPELINE_SCHEDULES[layout.pipeline_parallel_schedule].splits_backward
+    depths = config.mtp.depths or 0
+    if layout.pipeline_parallel_degree > 1 and splits and depths > shape.num_nextn_predict_layers > 0:
+        yield fault(
+            "`mtp.depths`: is above `model.shape.num_nextn_predict_layers`, so a layer runs more than once, and "
+            "`parallelism.pipeline_parallel_schedule` computes gradients of weights apart, which is wrong for such a "
+            'layer; set parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
+        )
+
+
+@rule
 def micro_batches_fit_the_schedule(config: RunConfig, world_size: int | None) -> Faults:
     """The number of micro-batches of every step fits the schedule."""
     ranks = config.parallelism.pipeline_parallel_degree

@@ -35,6 +35,17 @@ class Plan:
     """Mean tokens of a document, for FLOPs only; None: each row is counted as one document."""
 
     @property
+    def mtp_depths(self) -> int:
+        """Number of tokens that the prediction layers draft in training: `mtp.depths`, or one per layer."""
+        layers = self.shape.num_nextn_predict_layers
+        return (self.config.mtp.depths or layers) if layers else 0
+
+    def unrolled(self, shape: ModelShape) -> ModelShape:
+        """Return a shape with one prediction layer for each of `mtp_depths`: it costs what training computes, and has
+        more weights if depths share a layer."""
+        return shape.model_copy(update={"num_nextn_predict_layers": self.mtp_depths})
+
+    @property
     def rows_per_micro_batch(self) -> int:
         """Sequences of one micro-batch over all ranks."""
         return self.config.training.local_batch_size * self.layout.dp_degree

@@ -123,6 +123,8 @@ class Layout(NamedTuple):
     """The attention is that of GLM-4.7-Flash."""
     sparse: bool = False
     """The attention is that of GLM-5."""
+    shared: bool = False
+    """One prediction layer learns both depths."""
 
     @property
     def layers(self) -> int:
@@ -138,7 +140,7 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.base, self.adapted, self.routes, self.latent, self.sparse
+        return *options, self.adapter, self.base, self.adapted, self.routes, self.latent, self.sparse, self.shared
 
     @property
     def name(self) -> str:
@@ -171,6 +173,7 @@ class Layout(NamedTuple):
             *([f"chunks{self.chunks}"] if self.chunks else []),
             *(["latent"] if self.latent else []),
             *(["sparse"] if self.sparse else []),
+            *(["shared"] if self.shared else []),
         ])  # fmt: skip
 
 
@@ -392,7 +395,10 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
             model.shape = model.shape.model_copy(update=ATTENTION_OF_STEP[step])
         sums = model(**seen, is_real=is_real, routes=given[step], options=OPTIONS)
         assigned = sums.tokens_per_expert.sum(1)
-        assert assigned.eq(is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
+        calls = torch.ones_like(assigned)
+        if layout.shared:
+            calls[-1] = DEPTHS
+        assert assigned.eq(calls * is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
         loss_of_step(batch, step)(sums).backward()
         norm = global_grad_norm(parameters.values(), torch.device("cpu"))
         scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -456,6 +462,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
         model |= LATENT
     if layout.sparse:
         model |= SPARSE | {"indexer_types": INDEXERS[model["num_hidden_layers"]]}
+    if layout.shared:
+        model["num_nextn_predict_layers"] = 1
     adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0}
     adapter["base_dtype"] = layout.base or None
     return RunConfig.model_validate_json(
@@ -484,7 +492,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 | optimizer,
                 "adapter": adapter | {"layers": layout.adapted} if layout.adapter else None,
                 "moe": MOE.model_dump(),
-                "mtp": {"loss_weight": MTP_WEIGHT},
+                "mtp": {"loss_weight": MTP_WEIGHT, "depths": DEPTHS if layout.shared else None},
                 "data": {"document_mask": layout.document_mask},
                 "compile": {"enable": layout.compiled},
                 "activation_checkpoint": {

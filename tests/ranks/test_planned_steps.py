@@ -100,6 +100,8 @@ class Case(NamedTuple):
     of_host: int | None = None
     """Ranks of a host, between which and inside which tokens travel in two levels; None: all to all."""
     chunks: int = 1
+    depths: int | None = None
+    """`mtp.depths`."""
     most_gathered: int = context_keys.MOST_GATHERED_BYTES
 
     def config(self) -> RunConfig:
@@ -136,6 +138,7 @@ class Case(NamedTuple):
             "optimizer": optimizer,
             "float8": self.float8,
             "moe": moe,
+            "mtp": {"depths": self.depths},
         })  # fmt: skip
 
 
@@ -371,7 +374,7 @@ def make_batch(plan: Plan) -> dict[str, Tensor]:
     """One micro-batch of a rank, without padding. Token 0 begins the halves of pairs, of which a row has two."""
     rows, length = plan.config.training.local_batch_size, plan.config.training.seq_len
     ids = torch.arange(rows * length).view(rows, length) % (length // 4)
-    ahead = ids.unsqueeze(1).expand(-1, plan.shape.num_nextn_predict_layers, -1).contiguous()
+    ahead = ids.unsqueeze(1).expand(-1, plan.mtp_depths, -1).contiguous()
     return {
         "input_ids": ids, "positions": torch.arange(length).expand(rows, -1).contiguous(), "labels": ids,
         "document_ids": torch.zeros(rows, length, dtype=torch.int32), "mtp_input_ids": ahead, "mtp_labels": ahead,
@@ -563,7 +566,7 @@ def _received(plan: Plan, rank: int) -> float:
     """The buffers that the stages of a rank receive in, for all micro-batches, and gradients on their way."""
     training, layout = plan.config.training, plan.layout
     tokens = training.local_batch_size * training.seq_len / (layout.cp * layout.tp)
-    sent = tokens * (1 + plan.shape.num_nextn_predict_layers) * plan.shape.hidden_size
+    sent = tokens * (1 + plan.mtp_depths) * plan.shape.hidden_size
     sent *= WIDTHS[training.mixed_precision_param]
     parts = parts_of_ranks(plan)[rank]
     borders = sum((not part.has_embedding) + (not part.has_head) for part in parts)

@@ -123,7 +123,7 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
     with torch.device("meta"):
         models["policy"] = Transformer(shape)
         models["critic"] = Transformer(shape.model_copy(update={"num_nextn_predict_layers": 0}), head="value")
-    plan = SimpleNamespace(config=config, shape=shape)
+    plan = SimpleNamespace(config=config, shape=shape, mtp_depths=shape.num_nextn_predict_layers)
     cluster = SimpleNamespace(meshes=SimpleNamespace(sequence=None), layout=LAYOUT)
     network = SimpleNamespace(plan=plan, cluster=cluster, whole_rows=lambda values, batch: values.detach())
     for model in models.values():

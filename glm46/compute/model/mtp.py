@@ -1,4 +1,5 @@
-"""Multi-token prediction: each depth is a decoder layer that predicts one token further ahead than the previous one."""
+"""Multi-token prediction: each depth is a decoder layer that predicts one token further ahead than the previous one.
+Depths may share a layer."""
 
 import torch
 from torch import Tensor, nn

@@ -51,6 +51,14 @@ class RoutingStatistics(NamedTuple):
     routes: Tensor | None = None
     """[B, S, A] of `route_type` with `RoutingOptions.record`: the chosen experts of this rank's tokens."""
 
+    def with_call(self, other: "RoutingStatistics") -> "RoutingStatistics":
+        """Add the statistics of another call of the same layer, without routes."""
+        return RoutingStatistics(
+            self.aux_losses + other.aux_losses,
+            self.tokens_per_expert + other.tokens_per_expert,
+            self.overflow + other.overflow,
+        )
+
 
 class Routing(NamedTuple):
     """Experts and weights of T tokens."""

@@ -198,8 +198,8 @@ class Transformer(nn.Module):
             is_real: boolean [B, S], false for padding, which is not routed and not counted. None: derived from
                 document_ids, or no padding.
             labels: int64 [B, S], -100 without a target.
-            mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them multi-token prediction layers do
-                not run.
+            mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Depth k runs layer k modulo the number of
+                multi-token prediction layers. Without these tensors they do not run.
             routes: [B, S, L, A] of `route_type`, for the whole model: experts to use instead of the routers' choice,
                 see `compute/model/routes.py`. A part uses the routes of its own layers.
             options: routing options of training; the temperature is replaced by the model's.
@@ -264,11 +264,18 @@ class Transformer(nn.Module):
                 # Same values, but the gradient is zeros instead of None: pipeline stages send it back.
                 mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
                 hidden = hidden.detach()
-            for k, layer in enumerate(self.mtp.values()):
-                hidden, layer_statistics = layer(hidden, mtp_embeddings[:, k], *context)
-                statistics.append(layer_statistics)
+            layers = list(self.mtp.values())
+            layer_statistics: list[RoutingStatistics] = []
+            for k in range(mtp_labels.shape[1]):
+                index = k % len(layers)
+                hidden, call_statistics = layers[index](hidden, mtp_embeddings[:, k], *context)
+                if k < len(layers):
+                    layer_statistics.append(call_statistics)
+                else:
+                    layer_statistics[index] = layer_statistics[index].with_call(call_statistics)
                 depth_form = _frozen_head_loss if self.mtp_alone else summed_loss
                 heads.append(self.lm_head(hidden, mtp_labels[:, k], depth_form))
+            statistics += layer_statistics
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,

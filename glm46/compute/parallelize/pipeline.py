@@ -49,7 +49,7 @@ class Pipeline:
         self._hidden_type = getattr(torch, training.mixed_precision_param)
         self._schedule: tuple[tuple, Any] | None = None
         self.stages: list[LocalStage] = []
-        split = split_layers(plan.shape, self._parallelism.stages, training.seq_len)
+        split = split_layers(plan.unrolled(plan.shape), self._parallelism.stages, training.seq_len)
         for index in stages_of_rank(self._parallelism, dist.get_rank(group)):
             with torch.device("meta"):
                 model = Transformer(plan.shape, head)

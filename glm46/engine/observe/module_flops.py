@@ -53,6 +53,16 @@ def flops_by_kind(
     return dict(flops)
 
 
+def names_of_depths(names: Iterable[str], layers: int, depths: int) -> list[str]:
+    """Return names of parameters, those of prediction layers once for each depth that runs the layer: depth k as layer
+    k, see `Plan.unrolled`."""
+    unrolled = list(names)
+    for depth in range(layers, depths):
+        prefix = f"mtp.{depth % layers}."
+        unrolled += [f"mtp.{depth}.{name.removeprefix(prefix)}" for name in unrolled if name.startswith(prefix)]
+    return unrolled
+
+
 def _product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
     """Return the FLOPs per token of the products with each of these parameters, forward and backward. MTP layers
     whose parameters are among them also use the head.

@@ -20,7 +20,7 @@ from glm46.engine.observe.identity import identity
 from glm46.engine.observe.introduction import introduction
 from glm46.engine.observe.kept_warnings import KeptWarnings
 from glm46.engine.observe.metrics import METRICS, SPREAD
-from glm46.engine.observe.module_flops import OPTIMIZER, flops_by_kind
+from glm46.engine.observe.module_flops import OPTIMIZER, flops_by_kind, names_of_depths
 from glm46.engine.observe.profiler import Profiled, Profiler
 from glm46.engine.observe.rank_spread import spread_over_ranks
 from glm46.engine.observe.report import Report
@@ -201,7 +201,8 @@ def _profiled(task: Task) -> Profiled:
     def flops(tokens: float, half_pairs: float) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
         for network in trained_networks(task).values():
-            names = [*network.parameters, *network.frozen]
+            layers = network.shape.num_nextn_predict_layers
+            names = names_of_depths([*network.parameters, *network.frozen], layers, network.plan.mtp_depths)
             adapter = task.plan.config.adapter
             kinds = flops_by_kind(names, network.shape, tokens / share, half_pairs / share, adapter)
             for kind, number in (*kinds.items(), (OPTIMIZER, network.optimizer.muon.flops())):

@@ -92,7 +92,7 @@ def small_job(plan: Plan, process: Process) -> Result:
 def _batch(plan: Plan) -> Batch:
     """Make a batch like the loader's, the same on all ranks."""
     length = plan.config.training.seq_len
-    depth = plan.shape.num_nextn_predict_layers
+    depth = plan.mtp_depths
     rows = plan.config.training.local_batch_size
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, plan.shape.vocab_size, (rows, length + 1 + depth), generator=generator)

@@ -47,7 +47,7 @@ class ActivationMemory(StepFacts):
         layout = self.layout
         hops = rows_of_hops(plan, self.shape)
         recompute = self.checkpointing.recompute
-        self.bytes = LayerBytes(self.shape, self.width, layout.tp, layout.ep, hops, recompute)
+        self.bytes = LayerBytes(plan.unrolled(self.shape), self.width, layout.tp, layout.ep, hops, recompute)
         self._row_sizes = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
         self._bytes_by_run: dict[tuple[str, Frozen | None, str], float] = {}
 
@@ -59,7 +59,7 @@ class ActivationMemory(StepFacts):
         """
         shape = self.shape
         layout = self.layout
-        heads = 1 + self.shape.num_nextn_predict_layers
+        heads = 1 + self.depths
         token_bytes = sum(self._layer(run, run.mode) for run in self._backward_runs(part))
         rotated = shape.qk_rope_head_dim or shape.head_dim * shape.partial_rotary_factor
         token_bytes += rotated * self.width * layout.tp  # cosines and sines
@@ -103,7 +103,7 @@ class ActivationMemory(StepFacts):
 
     def output_gradients(self, part: StagePart) -> float:
         """Return the bytes that a schedule with a split backward keeps for a stage's blocks and head."""
-        block_bytes = sum(map(self.bytes.output_gradients, part.blocks))
+        block_bytes = sum(self.bytes.output_gradients(run.block) for run in part.runs(self.checkpointing))
         return self.tokens * (block_bytes + part.has_head * self.shape.hidden_size * self.width)
 
     def buffers(self, parts: list[StagePart]) -> float:
@@ -114,7 +114,7 @@ class ActivationMemory(StepFacts):
             recomputed = (run for part in parts for run in self._backward_runs(part) if run.mode != "none")
             size = self.tokens * max((self._layer(run, "none") for run in recomputed), default=0.0)
         if self.layout.pp > 1:
-            depths = self.shape.num_nextn_predict_layers
+            depths = self.depths
             schedule = self.config.parallelism.pipeline_parallel_schedule
             is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
             sent = (1 + depths) * self.shape.hidden_size * self.width
@@ -191,7 +191,7 @@ class ActivationMemory(StepFacts):
         uses `token_logprobs`, which computes them in backward, so they are 0 there."""
         if self.config.adapter is not None or self.config.preference is not None:
             return 0.0
-        heads = 1 + self.shape.num_nextn_predict_layers
+        heads = 1 + self.depths
         return micro_batches * heads * self._head_elements * self.width
 
     def loss_buffers(self) -> float:

@@ -151,9 +151,9 @@ def _reached(plan: Plan) -> list[int]:
 
 
 def _text(plan: Plan, stage_index: int) -> float:
-    """Return the bytes of one step's token data: four numbers per token, and two more per MTP layer."""
+    """Return the bytes of one step's token data: four numbers per token, and two more per prediction depth."""
     rows = batches_of(plan, stage_index)[1] / plan.layout.dp_degree
-    numbers = INDEX * (4 + 2 * plan.shape.num_nextn_predict_layers)
+    numbers = INDEX * (4 + 2 * plan.mtp_depths)
     return rows * plan.text_stages[stage_index].seq_len * numbers
 
 

@@ -56,7 +56,6 @@ class MicroBatchTraffic(StepFacts):
     def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None, has_backward: bool = True):
         super().__init__(plan, stage_index, micro_batches)
         self.has_backward = has_backward
-        self.depths = self.shape.num_nextn_predict_layers
         self.hidden = self.tokens * self.shape.hidden_size * self.width
 
     def of_micro_batch(self, rank: int, part: StagePart) -> Iterator[Call]:

@@ -47,7 +47,8 @@ def rows_of_hops(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
 def run_flops(plan: Plan) -> float:
     """Return the FLOPs of the complete run."""
     options = plan.document_tokens, plan.config.adapter
-    per_token = (training_flops(stage.shape, stage.seq_len, *options).total for stage in plan.text_stages)
+    stages = [(plan.unrolled(stage.shape), stage.seq_len) for stage in plan.text_stages]
+    per_token = (training_flops(*stage, *options).total for stage in stages)
     return sum(tokens * flops for tokens, flops in zip(plan.stage_tokens, per_token, strict=True))
 
 

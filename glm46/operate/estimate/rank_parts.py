@@ -53,6 +53,8 @@ class StagePart:
     """Each block with its adapters, with [adapter]; all other parameters are frozen then."""
     unsharded: frozenset[tuple[bool, bool]] = frozenset()
     """See `unsharded_kinds`."""
+    repeats: tuple[int, ...] = ()
+    """Indices of the prediction layers that further depths run again, in the order of forward."""
 
     @property
     def backward_from(self) -> int:
@@ -68,6 +70,8 @@ class StagePart:
         for index, (block, frozen) in enumerate(zip(self.blocks, self.frozen or repeat(None), strict=False)):
             mode = checkpointing.mode_of(index)
             yield BlockRun(block, frozen, index >= first, mode, is_adapted and index == first)
+        for index in self.repeats:
+            yield BlockRun(self.blocks[index], None, True, checkpointing.mode_of(index), False)
 
     @property
     def prefixes(self) -> list[str]:
@@ -113,7 +117,8 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
     adapter = plan.config.adapter
     kinds: list[Block] = ["dense" if i < shape.first_k_dense_replace else "moe" for i in range(shape.num_hidden_layers)]
     is_whole = parallelism.pipeline_parallel_degree == 1
-    split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, plan.config.training.seq_len)
+    seq_len = plan.config.training.seq_len
+    split = [range(len(kinds))] if is_whole else split_layers(plan.unrolled(shape), parallelism.stages, seq_len)
     stages = [
         StagePart(
             index,
@@ -132,8 +137,11 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
         for index, layers in enumerate(split)
     ]
     prediction: Block = "mtp"
-    blocks = (*stages[-1].blocks, *[prediction] * shape.num_nextn_predict_layers)
-    stages[-1] = replace(stages[-1], blocks=blocks, has_head=True)
+    layers = shape.num_nextn_predict_layers
+    blocks = (*stages[-1].blocks, *[prediction] * layers)
+    first = len(blocks) - layers
+    repeats = tuple(first + depth % layers for depth in range(layers, plan.mtp_depths))
+    stages[-1] = replace(stages[-1], blocks=blocks, has_head=True, repeats=repeats)
     ranks = range(parallelism.pipeline_parallel_degree)
     return (
         [stages]
@@ -255,6 +263,7 @@ class StepFacts:
         self.width, self.master, self.reduce = (WIDTHS[dtype] for dtype in types)
         # Without mixed precision FSDP2 gathers the master weights as they are.
         self.gathered = self.width if training.mixed_precision_param != "float32" else self.master
+        self.depths = plan.mtp_depths
         self.tokens = self.rows * self.length // (self.layout.cp * self.layout.tp)
         """Tokens of a micro-batch on one rank of a tensor-parallel group."""
 

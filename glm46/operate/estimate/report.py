@@ -149,7 +149,7 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 
 def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
-    flops = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
+    flops = training_flops(plan.unrolled(stage.shape), stage.seq_len, plan.document_tokens, plan.config.adapter)
     remark = ""
     if plan.document_tokens is not None:
         remark = f"(documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"

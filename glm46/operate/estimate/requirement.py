@@ -310,7 +310,8 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
         batches = batches_of(plan, index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]
         bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
-        flops = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total
+        shape = plan.unrolled(stage.shape)
+        flops = training_flops(shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total
         fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
         rows.append(
             (

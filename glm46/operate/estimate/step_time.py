@@ -89,7 +89,8 @@ def step_time(plan: Plan, stage_index: int, sequences: int, cluster: TargetClust
         )
         parts["passes without gradient"] = computed + _exposed(gathered, step.roofline.overlap * gathered, computed)
     tokens = sequences * text_stage.seq_len
-    token_flops = training_flops(text_stage.shape, text_stage.seq_len, plan.document_tokens, plan.config.adapter).total
+    shape = plan.unrolled(text_stage.shape)
+    token_flops = training_flops(shape, text_stage.seq_len, plan.document_tokens, plan.config.adapter).total
     flops = tokens * token_flops
     seconds = sum(parts.values())
     peak = layout.world_size * cluster.gpu.bf16_flops
@@ -260,7 +261,7 @@ def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, F
     for block, adapters, has_backward, mode, _ in stage.runs(plan.config.activation_checkpoint):
         yield block, adapters, has_backward, mode
     if stage.has_head:
-        for _ in range(1 + plan.shape.num_nextn_predict_layers):
+        for _ in range(1 + plan.mtp_depths):
             yield "head", frozen, True, "none"
 
 

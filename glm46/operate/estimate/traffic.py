@@ -17,7 +17,7 @@ from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh
 from glm46.operate.estimate.rank_parts import FsdpUnit, StagePart, alike, parts_of_ranks, sharded_dim
 from glm46.operate.estimate.target_cluster import groups
-from glm46.run.parameters import Parameter
+from glm46.run.parameters import Parameter, layer_counts
 from glm46.run.plan import Plan, gradients_are_summed_once, replicas_reduce_once
 
 MUON = "matrices of Muon"
@@ -150,27 +150,29 @@ class _Step(MicroBatchTraffic):
         parallelism = self.config.parallelism
         # The first block with a backward prefetches the previous one, as all blocks do.
         forward_only = part.prefixes[: max(part.backward_from - 1, 0)] if self.has_backward else part.prefixes
-        units = Counter[tuple[int, bool, tuple[Parameter, ...]]]()
+        passes = Counter(part.prefixes + [part.prefixes[index] for index in part.repeats])
+        units = Counter[tuple[int, bool, int, tuple[Parameter, ...]]]()
         firsts = dict[int, FsdpUnit]()
         for unit in self.units(part):  # equal blocks share one tuple of rows
-            units[id(unit.rows), unit.prefix in forward_only, tuple(self._gathered_in_fp8(unit))] += 1
+            uses = max(passes[unit.prefix], 1)  # the root is in no block
+            units[id(unit.rows), unit.prefix in forward_only, uses, tuple(self._gathered_in_fp8(unit))] += 1
             firsts.setdefault(id(unit.rows), unit)
-        for (rows, is_forward_only, in_fp8), number in units.items():
+        for (rows, is_forward_only, uses, in_fp8), number in units.items():
             unit = firsts[rows]
             held = {row: self.elements(row, is_shard=True) for row in firsts[rows].rows}
             axis = "efsdp" if unit.has_own_mesh else "shard"
             shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
             frees = unit.prefix != "" and not parallelism.keeps_gathered
-            gathers = 2 * count if frees and not is_forward_only else count
-            reduces = count
+            gathers = (2 * count if frees and not is_forward_only else count) * (uses if frees else 1)
+            reduces = count  # autograd adds the gradients of all uses first
             if not self.has_backward:
                 # Released after the last micro-batch.
-                gathers = count if frees else 1
+                gathers = count * uses if frees else 1
                 reduces = 0
             elif layout.pp > 1:
                 # Forward frees the weights; backward keeps them for the next forward or backward. So, in any order,
                 # there is one gather after each forward, and one before the first.
-                gathers = count + 1 if frees else 1
+                gathers = count * uses + 1 if frees else 1
                 reduces = 1
             elif gradients_are_summed_once(self.plan):
                 reduces = 1
@@ -252,7 +254,7 @@ class _Step(MicroBatchTraffic):
         # norm.
         loss_sums = 1 + 2 * self.depths if self.config.preference is None else 7
         sums = (loss_sums + 3) * FP64
-        routers = self.shape.num_hidden_layers - self.shape.first_k_dense_replace + self.depths
+        routers = sum(layer_counts(self.shape)[1:])
         counts = routers * (self.shape.n_routed_experts + 1) * INDEX
         for what, size in (("sums of the step", sums), ("tokens of each expert", counts)):
             yield Call("world", "all_reduce", what, 1, size)

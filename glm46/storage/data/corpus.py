@@ -80,7 +80,7 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
 def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]:
     """Return the planned tokens and passes of each source, in the order of data.sources."""
     sources = plan.config.data.sources
-    depth = plan.shape.num_nextn_predict_layers
+    depth = plan.mtp_depths
     tokens = [0.0] * len(sources)
     # Stages with equal length and range of documents share their passes; other stages read other documents.
     rows_by_grid: list[dict[tuple, float]] = [{} for _ in sources]

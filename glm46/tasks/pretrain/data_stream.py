@@ -96,7 +96,7 @@ def batch_layout(plan: Plan, cluster: Cluster, seq_len: int) -> BatchLayout:
     """Return the shape of this rank's micro-batches for rows of this length, and its share of the samples."""
     return BatchLayout(
         seq_len=seq_len,
-        mtp_depth=plan.shape.num_nextn_predict_layers,
+        mtp_depth=plan.mtp_depths,
         local_batch_size=plan.config.training.local_batch_size,
         dp_rank=cluster.dp_rank,
         dp_degree=plan.layout.dp_degree,
@@ -146,7 +146,7 @@ def _identity_of_rows(plan: Plan, manifests: dict[str, Manifest], source: int, s
     source_config = plan.config.data.sources[source]
     config = plan.config
     shards = [shard.sha256 for shard in manifests[source_config.name].splits["train"].shards]
-    facts = [source_config.name, source_config.packing, config.debug.seed, plan.shape.num_nextn_predict_layers, shards]
+    facts = [source_config.name, source_config.packing, config.debug.seed, plan.mtp_depths, shards]
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     return (f"{source_config.name}:{identity}", stage.seq_len, *stage.documents)
 

@@ -30,7 +30,7 @@ class NextToken:
     def __init__(self, network: Network):
         self._network = network
         self._mtp = network.plan.config.mtp
-        self._depths = network.plan.shape.num_nextn_predict_layers
+        self._depths = network.plan.mtp_depths
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""

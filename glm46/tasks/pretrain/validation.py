@@ -62,14 +62,14 @@ def _evaluate_source(
         labels = batch["labels"][batch["labels"] != IGNORE]
         targets += labels.numel()
         text_bytes += int(token_bytes[labels].sum())
-        if plan.shape.num_nextn_predict_layers:
+        if plan.mtp_depths:
             drafts += count_drafts(batch["mtp_labels"])[0]
         output = network.evaluate(batch)
         if output is None:  # only the last stage of a pipeline computes the loss
             continue
         assert output.loss is not None, "the form is `summed_loss`"
         loss += output.loss
-        if plan.shape.num_nextn_predict_layers:
+        if plan.mtp_depths:
             accepted += objective.count_accepted(output, batch)[0]
     # Every rank that reads the same rows adds these counts, so divide them. Of loss and accepted drafts each rank has
     # its own share.

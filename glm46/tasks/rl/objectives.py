@@ -97,7 +97,7 @@ class PolicyGradient:
         """Takes the log-probabilities of an on-policy step; they are the old log-probabilities of its rollout."""
         self._network = network
         self._config = config
-        self._depths = network.plan.shape.num_nextn_predict_layers
+        self._depths = network.plan.mtp_depths
         self.form: HeadForm = partial(token_logprobs, entropy=True, temperature=temperature)
         self.fields: tuple[str, ...] = ("sample", "sample_tokens", "episode_tokens", "advantages")
         self.fields += ("rollout_logprobs",) if is_on_policy else ("old_logprobs", "correction")

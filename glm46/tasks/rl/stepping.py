@@ -68,7 +68,7 @@ class StepBuilder:
         training = plan.config.training
         layout = plan.layout
         is_trained = any(values_of(plan.config.mtp.loss_weight))
-        depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
+        depth = plan.mtp_depths if is_trained or is_pipeline else 0
         self._shape = PackShape(
             seq_len=training.seq_len,
             rows=training.local_batch_size,

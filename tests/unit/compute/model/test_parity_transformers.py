@@ -25,6 +25,7 @@ CONFIGURATIONS = {
     "4.6-like": dict(),
     "4.6-like, three dense layers": dict(num_hidden_layers=5, first_k_dense_replace=3),
     "4.6-like, two MTP layers": dict(num_nextn_predict_layers=2),
+    "4.6-like, one MTP layer for three depths": dict(depths=3),
     "Air-like": AIR,
     "Air-like, no MTP": AIR | dict(num_nextn_predict_layers=0),
     "dense only": dict(first_k_dense_replace=4, num_nextn_predict_layers=0),
@@ -41,6 +42,7 @@ CONFIGURATIONS = {
     "heads wider than the model": dict(num_attention_heads=12, num_key_value_heads=4, head_dim=32, hidden_size=40),
     "4.7-Flash-like": LATENT,
     "4.7-Flash-like, two MTP layers": LATENT | dict(num_nextn_predict_layers=2, rms_norm_eps=1e-2),
+    "4.7-Flash-like, two MTP layers for three depths": LATENT | dict(num_nextn_predict_layers=2, depths=3),
     "4.7-Flash-like, one head, no dense layer": LATENT
     | dict(num_attention_heads=1, num_key_value_heads=1, first_k_dense_replace=0, num_nextn_predict_layers=0),
 }
@@ -111,11 +113,11 @@ def reference_losses(reference, mtp, batch):
     decoder = reference.model(batch["input_ids"])
     logits = reference.lm_head(decoder.last_hidden_state)
     losses, hidden = [], decoder.last_hidden_state
-    for k in range(mtp.num_mtp_layers if mtp is not None else 0):
+    for k in range(batch["mtp_labels"].shape[1] if mtp is not None else 0):
         tokens = batch["mtp_input_ids"][:, k]
         # Its positions are those of the tokens looked at, ours those of the hidden states: attention sees differences.
         positions = torch.arange(tokens.shape[1]).expand_as(tokens) + k + 1
-        hidden = mtp.forward_layer(k, hidden, positions, None, input_ids=tokens)
+        hidden = mtp.forward_layer(k % mtp.num_mtp_layers, hidden, positions, None, input_ids=tokens)
         losses.append(summed_loss(mtp._project_to_logits(hidden), batch["mtp_labels"][:, k]))
     return logits, summed_loss(logits, batch["labels"]), losses
 
@@ -133,15 +135,16 @@ def weighted(loss, mtp_losses):
 def test_logits_loss_and_every_gradient_equal_transformers(
     seed, changes, tiny_shape, random_model, random_batch, relative_error
 ):
-    shape = tiny_shape(**changes)
+    shape = tiny_shape(**{name: value for name, value in changes.items() if name != "depths"})
+    depths = changes.get("depths", shape.num_nextn_predict_layers)
     model = random_model(shape, seed)
-    batch = random_batch(shape, seed=seed)
+    batch = random_batch(shape.model_copy(update={"num_nextn_predict_layers": depths}), seed=seed)
     reference, mtp = reference_of(model)
     logits, loss, mtp_losses = reference_losses(reference, mtp, batch)
     sums = model(**batch)
     assert relative_error(model(batch["input_ids"]), logits) < TOLERANCE
     assert relative_error(sums.loss, loss) < TOLERANCE
-    assert len(sums.mtp_losses) == len(mtp_losses) == shape.num_nextn_predict_layers
+    assert len(sums.mtp_losses) == len(mtp_losses) == depths
     for ours, theirs in zip(sums.mtp_losses, mtp_losses, strict=True):
         assert relative_error(ours, theirs) < TOLERANCE
 

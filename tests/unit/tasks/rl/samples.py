@@ -16,7 +16,7 @@ LAYOUT = SimpleNamespace(ranks_per_dp_rank=1, non_dp_degree=1)
 def network(seq_len: int) -> SimpleNamespace:
     """What an objective asks of a network with one rank, whose outputs are given."""
     config = SimpleNamespace(training=SimpleNamespace(seq_len=seq_len), mtp=SimpleNamespace(loss_weight=0.0))
-    plan = SimpleNamespace(config=config, shape=SimpleNamespace(num_nextn_predict_layers=0))
+    plan = SimpleNamespace(config=config, shape=SimpleNamespace(), mtp_depths=0)
     cluster = SimpleNamespace(meshes=SimpleNamespace(sequence=None), layout=LAYOUT)
     return SimpleNamespace(plan=plan, cluster=cluster, whole_rows=lambda values, batch: values.detach())
 
