@@ -1,4 +1,5 @@
-"""Builders of what tests work on: runs, sources, shapes, models, batches, plans, model folders, checkpoints.
+"""Builders of what tests work on: runs, sources, shapes, models, batches, plans, model folders, checkpoints; and the
+reader of the metrics of a run.
 
 All are small: a run of `small_config` takes a second. The fixtures are imported by the conftest.py of tests/unit and of
 tests/ranks. There is none above these two, so that tests/architecture loads nothing of the package.
@@ -110,6 +111,17 @@ def small_config(source: Path, dump_folder: Path, **tables) -> RunConfig:
         content[table] = {**content.get(table, {}), **keys}
     content["model"] = model_table(**content["model"])
     return RunConfig.model_validate_json(json.dumps(content))
+
+
+def metric_rows(folder: Path | str, column: str | None = None) -> list[dict[str, Any]]:
+    """The rows of metrics of the run in this folder, of all columns or only those that have this one.
+
+    A last line without its end is skipped: a run may be writing it. A run that has no rows yet has no file.
+    """
+    file = Path(folder) / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if column is None or column in row]
 
 
 @pytest.fixture

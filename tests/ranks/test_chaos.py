@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import metric_rows
 from tests.processes import is_rank, left_behind, wait_until
-from tests.ranks.test_hosts import kill_all, log, start, wait_for_resumes
-from tests.ranks.test_launch import end, losses, wait_for_step
+from tests.ranks.test_launch import end, kill_all, log_of, losses, start_on_hosts, wait_for_resumes, wait_for_step
 
-__all__ = ["start"]
+__all__ = ["start_on_hosts"]
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")]
 
@@ -51,7 +51,7 @@ class Faults:
 
     def inject(self, kind: str) -> None:
         """One fault; returns when the run has made a step that it had not made before."""
-        began, resumed, step = time.monotonic(), log(self._config).count("resumed after step"), self.step()
+        began, resumed, step = time.monotonic(), log_of(self._config).count("resumed after step"), self.step()
         getattr(self, f"_{kind}")()
         if kind in ("kill", "corrupt"):
             wait_for_resumes(self._config, resumed + 1, self._process)
@@ -99,7 +99,7 @@ class Faults:
         filler.unlink()
 
 
-def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start, disk, tmp_path):
+def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start_on_hosts, disk, tmp_path):
     training = {"steps": SPEED_STEPS, "local_batch_size": 1, "global_batch_size": 16}
     checkpoint = {
         "interval": INTERVAL, "async_mode": "disabled", "keep_latest_k": 3, "folder": str(disk / "checkpoint"),
@@ -108,7 +108,7 @@ def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start
     def begin(name: str):
         keys = {"training": training, "checkpoint": checkpoint, "comm": {"hang_seconds": 8.0}}
         config = make_config(job={"dump_folder": str(tmp_path / name)}, **keys)
-        return config, start(config, *HOSTS, options=("--max-restarts", "30"))
+        return config, start_on_hosts(config, *HOSTS, options=("--max-restarts", "30"))
 
     def undisturbed(name: str):
         config, process = begin(name)
@@ -120,8 +120,7 @@ def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start
         for file in sorted(disk.rglob("*"), reverse=True):
             file.rmdir() if file.is_dir() else file.unlink()
 
-    lines = (Path(undisturbed("speed").job.dump_folder) / "metrics.jsonl").read_text().splitlines()
-    times = [row["unix_seconds"] for row in map(json.loads, lines) if "loss" in row]
+    times = [row["unix_seconds"] for row in metric_rows(undisturbed("speed").job.dump_folder, "loss")]
     # Faults, and the steps that are trained again after them, take a tenth of the time at most.
     training["steps"] = steps = round(0.9 * SECONDS * (len(times) - 1) / (times[-1] - times[0]))
     empty_disk()
@@ -150,5 +149,5 @@ def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start
     empty_disk()
     quiet = undisturbed("quiet")
     assert dict(losses(config)) == dict(losses(quiet)) and len(losses(config)) == steps
-    assert "could not be saved" in log(config)
+    assert "could not be saved" in log_of(config)
     assert share >= 0.9

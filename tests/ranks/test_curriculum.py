@@ -8,7 +8,7 @@ import pytest
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
 from glm46.run.schedule import learning_rate_factor
-from tests.builders import TINY, model_table, write_source
+from tests.builders import TINY, metric_rows, model_table, write_source
 from tests.harness import start
 from tests.ranks.forked_launch import launch
 
@@ -60,8 +60,7 @@ def test_the_debug_curriculum_trains_from_end_to_end(tokenizer, tmp_path):
         assert origin in next(line for line in said.splitlines() if line.startswith("start ")), said
         folder = Path(config.job.dump_folder)
         assert (folder / "checkpoint" / f"step-{STEPS[number]:06d}").is_dir()
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        rows[number] = [row for row in lines if row["kind"] == "train"]
+        rows[number] = [row for row in metric_rows(folder) if row["kind"] == "train"]
         assert [row["step"] for row in rows[number]] == list(range(1, STEPS[number] + 1))
         # One clock: the rate of each step is that of the whole curriculum, at the tokens before the step.
         clocks = [config.lr_scheduler.start_tokens, *(row["curriculum_tokens"] for row in rows[number])]

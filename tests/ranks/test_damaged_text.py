@@ -1,6 +1,5 @@
 """A shard that is damaged during a run ends it on all ranks before anything is trained on it, whatever the layout."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.shards import BLOCK_BYTES
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.data.verified import VerifiedShard
-from tests.builders import small_config, write_source
+from tests.builders import metric_rows, small_config, write_source
 from tests.harness import call, in_halves
 from tests.processes import is_alive, wait_until
 from tests.ranks.forked_launch import fork_launch
@@ -83,9 +82,8 @@ def run(number: int, folder: Path) -> dict:
     child = fork_launch(base / "run.toml", base / "log", lambda rank: hamper(case, source, rank))
     wait_until(lambda: not is_alive(child))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    rows = [json.loads(line) for line in (base / "out" / "metrics.jsonl").read_text().splitlines()]
     return {
-        "case": case, "code": code, "steps": [row["step"] for row in rows if "loss" in row],
+        "case": case, "code": code, "steps": [row["step"] for row in metric_rows(base / "out", "loss")],
         "said": (base / "log").read_text(), "log": (base / "out" / "log.txt").read_text(),
         "saved": sorted(int(path.name[5:]) for path in (base / "out" / "checkpoint").glob("step-??????")),
     }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.prepare.pipeline import prepare_text
-from tests.builders import small_config
+from tests.builders import metric_rows, small_config
 from tests.harness import Ranks, call, in_halves
 from tests.ranks.forked_launch import train_and_exit
 from tests.step_tensors import step_tensors
@@ -57,9 +57,8 @@ def run_all(text: Path, base: Path) -> list[dict]:
         )  # fmt: skip
         started = Ranks(ranks, train_and_exit, config)
         started.results()
-        found = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
         names = ("step", "loss", "grad_norm", "validation_loss")
-        rows = [{name: row[name] for name in names if name in row} for row in found]
+        rows = [{name: row[name] for name in names if name in row} for row in metric_rows(base / label)]
         answers = [line for line in started.text(0).splitlines() if line.startswith(("Greedy", "assistant:"))]
         return {"name": label, "rows": rows, "answers": answers}
 

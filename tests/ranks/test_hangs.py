@@ -1,6 +1,5 @@
 """A hung rank is found in time and named with its operation, every rank's stacks are kept, and the run ends."""
 
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from glm46.engine.training import loop
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint import save
 from glm46.tasks.pretrain.data_stream import DataStream
-from tests.builders import small_config
+from tests.builders import metric_rows, small_config
 from tests.harness import Ranks, call, start, this_rank
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 from tests.ranks.forked_launch import train_and_exit
@@ -65,7 +64,7 @@ def run_hampered(base: Path, source: Path) -> dict:
     config = small_config(source, folder, training={"steps": LAST_STEP}, checkpoint={"interval": 20})
     ranks = Ranks(2, train_hampered, config, moment)
     codes = ranks.wait()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     return {
         "codes": codes,
         "raised_in_step": int(moment.read_text()),
@@ -139,7 +138,7 @@ def run_hang(base: Path, source: Path, hang: str) -> dict:
     )
     ranks = Ranks(2, train_until_hang, config, hang, victim, moment)
     codes = ranks.wait()
-    times = [json.loads(line)["step_seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = [row["step_seconds"] for row in metric_rows(folder)]
     return {
         "hang": hang,
         "victim": victim,

@@ -28,7 +28,7 @@ from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.weights import whole_weights
 from tests import pretend_gpu
-from tests.builders import TINY, small_config
+from tests.builders import TINY, metric_rows, small_config
 from tests.harness import Ranks, call, in_halves
 from tests.step_tensors import tensor_hashes
 
@@ -98,8 +98,7 @@ def rows(folder: Path) -> list[dict]:
     """What each step computed."""
     names = ("step", "loss", "grad_norm", "reward", "entropy", "mismatch_kl", "loss/critic", "completion_tokens",
              "reference_kl")  # fmt: skip
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{name: row[name] for name in names if name in row} for row in found if "loss" in row]
+    return [{name: row[name] for name in names if name in row} for row in metric_rows(folder, "loss")]
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -10,13 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
+from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import join, leave
 from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.engine.training.network import build_network
 from glm46.operate.estimate.requirement import INTEGERS_TORCH, SPLIT_BACKWARD_TORCH
 from glm46.run import context_keys
-from tests.harness import differences
+from glm46.run.plan import resolve_plan
+from tests.builders import with_shape
+from tests.harness import differences, run_ranks
 from tests.ranks.sharded_layouts import (
     LAYOUTS,
     LAYOUTS_AT_ONCE,
@@ -166,3 +171,37 @@ def test_a_layout_equals_one_process(case_row, ranks, case):
         return  # older releases break more often
     breaks, graphs = GRAPHS.get(case, (0, 0))
     assert row["graph_breaks"] <= breaks and row["graphs"] <= graphs
+
+
+def requested_groups(key_heads: int) -> tuple[list[bool], list]:
+    """On each rank: which blocks are dense, and the process groups that it asks for.
+
+    Two stages, two shards and tensor parallelism over two ranks, with this many key heads.
+    """
+    process = join(300)
+    requests = []
+    make_group = distributed_c10d._new_group_with_tag
+
+    def record(ranks, *arguments, **options):
+        requests.append(["members" if options.get("use_local_synchronization") else "all", list(ranks)])
+        return make_group(ranks, *arguments, **options)
+
+    config = make_config(Layout(pipeline=2, tensor=2, key_heads=key_heads), layers=2)
+    plan = resolve_plan(with_shape(config, num_nextn_predict_layers=0), process.world_size)
+    cluster = build_cluster(plan, process)
+    with mock.patch.object(distributed_c10d, "_new_group_with_tag", record):
+        network = build_network(plan, cluster)
+    leave()
+    is_dense = [block.is_dense for model in network.models for block in model.layers.values()]
+    return is_dense, requests
+
+
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_ranks_of_unequal_stages_ask_for_the_same_groups_in_one_order(key_heads):
+    """With NCCL torch splits each group off the communicator of all ranks, and waits for a rank that does not ask. Gloo
+    does not wait, so the requests are compared."""
+    dense, requests = zip(*run_ranks(requested_groups, 8, key_heads), strict=True)
+    assert [*dense] == [[True]] * 4 + [[False]] * 4
+    assert [*requests] == [requests[0]] * 8
+    # Muon's for the matrices of the dense stage, which its four ranks share; then those that share a key head.
+    assert ["all", [0, 1, 2, 3]] in requests[0] and (["all", [6, 7]] in requests[0]) == (key_heads == 1)

@@ -26,7 +26,7 @@ from glm46.tasks.rl.journal import read_rollout
 from glm46.tasks.rl.journal_files import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout import background
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, read_ends
-from tests.builders import TINY, small_config
+from tests.builders import TINY, metric_rows, small_config
 from tests.harness import Ranks, call, this_rank
 from tests.processes import free_port
 from tests.step_tensors import tensor_hashes
@@ -135,8 +135,7 @@ def run_ahead(base: Path) -> dict:
         for i, number in enumerate(rollout.group.tolist()):
             logprobs = rollout.logprobs[rollout.of_targets == i]
             used.setdefault(number, []).append([rollout.completion(i).tolist(), logprobs.tolist()])
-    lines = map(json.loads, (base / "run" / "metrics.jsonl").read_text().splitlines())
-    steps = [row["step"] for row in lines if "loss" in row]
+    steps = [row["step"] for row in metric_rows(base / "run", "loss")]
     found = {"codes": codes, "kept": kept, "used": used, "ages": ages, "waiting": waiting, "steps": steps}
     return found | {"said": [float(gap) for gap in said]}
 

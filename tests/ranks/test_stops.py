@@ -1,6 +1,5 @@
 """Signals to the launcher at moments that are hard to hit, and a rank that leaves."""
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ from glm46.engine.training import loop, resume
 from glm46.engine.training.saving import Saver
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.pretrain import task
-from tests.builders import small_config
+from tests.builders import metric_rows, small_config
 from tests.harness import call
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 from tests.ranks.forked_launch import fork_launch
@@ -111,8 +110,7 @@ def attempt(config, base: Path, moment: str, number: signal.Signals, chance: ran
         os.kill(launcher, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
     folder = Path(config.job.dump_folder)
-    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-    steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
+    steps = [row["step"] for row in metric_rows(folder, "loss")]
     return {
         "moment": moment,
         "signal": number.name,

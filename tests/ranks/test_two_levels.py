@@ -1,5 +1,9 @@
 """Tokens that travel once to each host and there once to each rank give the gradients of one process, and those of the
-all-to-all bit for bit, with the bytes that the routing requires."""
+all-to-all bit for bit, with the bytes that the routing requires.
+
+Tokens that DeepEP sends give the result and gradients of the all-to-all, by calls that keep its contract: those of a
+fake, which is strict. No GPU has run it.
+"""
 
 import collections
 import contextlib
@@ -22,6 +26,7 @@ from glm46.compute.model.dispatch import TokenDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.parallelize import activation_checkpoint
+from glm46.compute.parallelize.deepep import DeepEPDispatcher
 from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.config.presets import PRESETS
@@ -30,6 +35,7 @@ from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.run.plan import resolve_plan
 from tests.builders import model_table
 from tests.harness import measure_cases, run_ranks
+from tests.ranks.fake_deep_ep import ElasticBuffer
 
 EXPERTS, CHOSEN, WIDTH, TOKENS = 32, 8, 64, 96
 CHANGES = dict(n_routed_experts=EXPERTS, num_experts_per_tok=CHOSEN, hidden_size=WIDTH, moe_intermediate_size=32)
@@ -263,12 +269,13 @@ def measure(process: Process, case: Case) -> dict:
     }
 
 
+THOROUGH_4, THOROUGH_8 = (pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (4, 8))
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2}
 """Of the norm. FP32: sums in another order, as in all layouts. BF16: a sum over experts is rounded up to three times
 instead of once, each time by at most 2**-9 of a term."""
 
 
-@pytest.fixture(scope="module", params=[4, 8])
+@pytest.fixture(scope="module", params=[4, THOROUGH_8])
 def figures(request) -> list[dict]:
     """The row of each case of a world size."""
     rows = run_ranks(measure_cases, request.param, measure, CASES[request.param])[0]
@@ -355,3 +362,87 @@ def test_fewer_bytes_travel(figures):
         case, (before, after) = row["case"], row["sent"].values()
         if case["hosts"] == 2 and case["dtype"] == "float32" and case["of_host"] > 1 and not case["favourites"]:
             assert after["network"] < before["network"] / 2, case
+
+
+def deepep_cases(ranks: int) -> list[Case]:
+    """The cases of this number of ranks, in BF16."""
+    special = [
+        {}, {"checkpointing": "full"}, {"checkpointing": "selective"}, {"capacity": 0.5, "checkpointing": "full"},
+        {"favourites": 8, "silent": True, "checkpointing": "selective"}, {"multiple": 16}, {"router": "routes"},
+        {"multiple": 32, "favourites": 8, "silent": True, "capacity": 1.5},
+    ]  # fmt: skip
+    return [Case(1, ranks, dtype="bfloat16", way="deepep", **each) for each in special]
+
+
+DEEPEP_CASES = {ranks: deepep_cases(ranks) for ranks in (2, 4)}
+
+
+def measure_deepep(process: Process, case: Case) -> dict:
+    """One case on all ranks."""
+    ranks, rank, dtype = process.world_size, process.rank, torch.bfloat16
+    whole, xs, ups, real, routes = example(case, ranks)
+    buffer = ElasticBuffer(dist.group.WORLD, None, 0, TOKENS, WIDTH, CHOSEN, deterministic=True)
+    found = []
+    for dispatcher in (AllToAllDispatcher(dist.group.WORLD), DeepEPDispatcher(dist.group.WORLD, buffer)):
+        dispatcher.multiple = case.multiple
+        moe = split(whole, dispatcher, rank, ranks, dtype)
+        with only_arrived(moe):
+            found.append(run(moe, case, xs[rank], ups[rank], real[rank], routes[rank]))
+    (y, x, of_parameters), (y_here, x_here, of_parameters_here) = found
+    errors = {"y": error(y_here, y), "x": error(x_here, x)}
+    errors |= {name: error(grad, of_parameters[name]) for name, grad in of_parameters_here.items()}
+    equal = {name: torch.equal(grad, of_parameters[name]) for name, grad in of_parameters_here.items()}
+    everything: list = [None] * ranks
+    dist.all_gather_object(everything, (errors, equal, buffer.calls))
+    return {
+        "case": case._asdict(),
+        "errors": {name: max(each[0][name] for each in everything) for name in errors},
+        "differ": sorted({name for each in everything for name, is_same in each[1].items() if not is_same}),
+        "calls": sorted({" ".join(each[2]) for each in everything}),
+    }
+
+
+def only_arrived(moe: MoE) -> contextlib.AbstractContextManager:
+    """Where experts read what has not arrived, this finds it: their rows and weights are finite."""
+    forward = moe.experts.forward
+
+    def checked(x: Tensor, weights: Tensor, *others) -> Tensor:
+        assert x.isfinite().all() and weights.isfinite().all(), "rows that have not arrived"
+        return forward(x, weights, *others)
+
+    return mock.patch.object(moe.experts, "forward", checked)
+
+
+CALLS = {
+    "none": "dispatch+ combine cached combine+",
+    # A recomputation sends tokens by the handle of the first run, and no results.
+    "full": "dispatch+ combine cached cached combine+",
+    # It has kept the rows.
+    "selective": "dispatch+ combine cached combine+",
+}
+"""By checkpointing: a forward and a backward of a layer."""
+
+
+@pytest.fixture(scope="module", params=[2, THOROUGH_4])
+def deepep_figures(request) -> list[dict]:
+    """The row of each case of a world size."""
+    rows = run_ranks(measure_cases, request.param, measure_deepep, DEEPEP_CASES[request.param])[0]
+    assert len(rows) == len(DEEPEP_CASES[request.param])
+    return rows
+
+
+def test_deepep_gives_results_and_gradients_of_the_all_to_all(deepep_figures):
+    """A rank rounds the sum of what its experts compute of a token to BF16, and then the sum of all ranks."""
+    for row in deepep_figures:
+        wrong = {name: error for name, error in row["errors"].items() if not error < BOUNDS["bfloat16"]}
+        assert not wrong, row["case"]
+
+
+def test_deepep_gives_experts_and_router_the_bits_of_the_all_to_all(deepep_figures):
+    for row in deepep_figures:
+        assert row["differ"] == [], row["case"]
+
+
+def test_a_recomputation_sends_by_deepep_only_what_it_must(deepep_figures):
+    for row in deepep_figures:
+        assert row["calls"] == [CALLS[row["case"]["checkpointing"]]], row["case"]

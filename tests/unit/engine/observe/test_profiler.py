@@ -19,7 +19,7 @@ from glm46.operate.launch.train_rank import train
 from glm46.run.flops import batch_flops, newton_schulz_flops
 from glm46.run.parameters import adapter_rows, named_rows
 from tests.processes import wait_until
-from tests.ranks.test_profiles import wait_for_request
+from tests.ranks.test_figures import wait_for_request
 
 
 @pytest.mark.parametrize("flavor", ["debug", "GLM-4.6", "GLM-4.5-Air", "GLM-4.7-Flash"])

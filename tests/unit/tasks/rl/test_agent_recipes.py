@@ -205,7 +205,7 @@ def test_a_damaged_passage_leaves_the_index_as_it_was(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_small_policy_trains_by_a_recipe(recipe, make_run, tmp_path):
-    """Of a turn each: random weights call no tool. Servers and staleness: tests/ranks/test_episodes_ahead.py."""
+    """Of a turn each: random weights call no tool. Servers and staleness: tests/ranks/test_episodes.py."""
     keys = small(recipe, tmp_path).model_dump(exclude_unset=True, exclude={"prompts", "rewards", "routing_replay"})
     config = make_run(
         "run", 2, keys | {"prompts_per_rollout": 2}, {"max_new_tokens": 1200},
