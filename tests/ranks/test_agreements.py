@@ -12,12 +12,12 @@ import torch.distributed as dist
 from glm46.compute.distributed.agreement import awaited, combine_on_host
 from glm46.engine.observe.rank_spread import spread_over_ranks
 from glm46.engine.training.rank_sums import sum_on_host
-from tests.harness import start, this_rank
+from tests.harness import run_ranks, this_rank
 from tests.processes import HANG_SECONDS, wait_until
 
 RANKS, VICTIM, TIMEOUT = 6, 5, 30.0
 """The victim is a child of rank 4, which is one of rank 0."""
-FAULTS = ("dead", "late")
+FAULTS = ("dead", pytest.param("late", marks=pytest.mark.thorough))  # the latter waits for the timeout
 NAMES = ["a", "b", "c"]
 
 
@@ -47,12 +47,16 @@ def agree(fault: str, folder: Path) -> dict:
     return found | {"seconds": seconds}  # its connections are not closed in order
 
 
+@pytest.fixture(scope="module", params=FAULTS)
+def fault(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def rows(fault, tmp_path_factory) -> list[dict]:
     """What the ranks found that returned; all of them must end with 0."""
-    folder = tmp_path_factory.mktemp("agreements")
-    started = {fault: start(agree, fault, folder, ranks=RANKS) for fault in FAULTS}
-    return {fault: [row for row in program.result() if row is not None] for fault, program in started.items()}
+    results = run_ranks(agree, RANKS, fault, tmp_path_factory.mktemp("agreements"))
+    return [row for row in results if row is not None]
 
 
 def test_sums_and_spreads_are_those_of_all_ranks(rows):
@@ -69,15 +73,15 @@ def test_sums_and_spreads_are_those_of_all_ranks(rows):
             for part, extreme in (("min", least), ("max", most)):
                 last = max(rank for rank, value in of_ranks.items() if value == extreme)
                 spread[f"extreme_rank/{name}/{part}"] = last
-    for row in rows["late"]:
+    assert len(rows) >= RANKS - 1
+    for row in rows:
         assert row["sums"] == {"x": [sum(range(RANKS)), RANKS]}
         assert row["spread"].keys() == spread.keys()
         assert row["spread"] == pytest.approx(spread, rel=1e-15)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_is_away_ends_the_others_within_the_timeout(rows, fault):
-    waiting = [row for row in rows[fault] if "error" in row]
+    waiting = [row for row in rows if "error" in row]
     assert len(waiting) >= RANKS - 1
     assert all(row["seconds"] < HANG_SECONDS for row in waiting)  # without a timeout they wait for half an hour
     assert waiting[4]["awaited"] == [VICTIM]

@@ -181,7 +181,7 @@ def measure(process: Process, case: Case) -> dict:
 FP32, INT64 = 4, 8
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
 def figures(request) -> list[dict]:
     """The row of each case of a world size."""
     return [

@@ -55,7 +55,7 @@ def with_thoughts_apart(messages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [150, 1000, pytest.param(10_000, marks=pytest.mark.long)])
 @each_format
 def test_random_conversations_read_as_the_original_template_writes_them(format, count):
     """Documents and prompts, with and without thinking. The template is our own, which is held equal to the original

@@ -46,7 +46,7 @@ def make_run(make_config, tmp_path):
             data={"stages": stages},
             training={"seq_len": 64, "steps": None, "tokens": tokens, "global_batch_size": 4},
             lr_scheduler={"total_tokens": ENDS[-1]},
-            checkpoint={"interval": 1, "async_mode": "disabled", "keep_latest_k": 0} | tables.pop("checkpoint", {}),
+            checkpoint={"interval": 1000, "async_mode": "disabled", "keep_latest_k": 0} | tables.pop("checkpoint", {}),
             validation={"enable": True, "freq": 1, "steps": 1},
             **tables,
         )
@@ -100,7 +100,7 @@ def test_a_resume_inside_a_stage_continues_bit_for_bit(make_run, tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_has_the_window_and_scaling_of_its_step(make_run, tmp_path, tokenizer, capsys):
     attention = [{"sliding_window": 6}, {"rope_scaling": LINEAR}, {"rope_scaling": YARN}]
-    last_in_hf = {"last_save_in_hf": True}
+    last_in_hf = {"last_save_in_hf": True, "interval": 1}
     assert train(make_run("out", ENDS[-1], attention, checkpoint=last_in_hf, inference={"prompt": "def"})) == 0
     tokens = {}
     for folder in (tmp_path / "out" / "checkpoint").glob("step-*"):
