@@ -136,6 +136,29 @@ class Layout(NamedTuple):
         """The second one has states, other documents and other weights of the losses; a stage of text has one step."""
         return len(ATTENTION_OF_STEP) if self.stages else 2
 
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """[parallelism] and [activation_checkpoint]."""
+        parallelism = {
+            "data_parallel_replicate_degree": self.replicate,
+            "expert_parallel_degree": self.experts_over,
+            "context_parallel_degree": self.context,
+            "tensor_parallel_degree": self.tensor,
+            "pipeline_parallel_degree": self.pipeline,
+            "pipeline_parallel_schedule": self.schedule,
+            "fsdp_reshard_after_forward": self.reshard,
+        }
+        if self.of_host:
+            parallelism["expert_exchange"] = "two_level"
+        if self.chunks:
+            parallelism["expert_exchange_chunks"] = self.chunks
+        checkpointing = {
+            "mode": self.checkpointing,
+            "every_n_layers": self.every,
+            "recompute": self.recompute,
+            "cpu_checkpointing": self.host,
+        }
+        return {"parallelism": parallelism, "activation_checkpoint": checkpointing}
+
     @property
     def reference(self) -> tuple:
         """What decides what one process computes."""
@@ -495,24 +518,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 "mtp": {"loss_weight": MTP_WEIGHT, "depths": DEPTHS if layout.shared else None},
                 "data": {"document_mask": layout.document_mask},
                 "compile": {"enable": layout.compiled},
-                "activation_checkpoint": {
-                    "mode": layout.checkpointing,
-                    "every_n_layers": layout.every,
-                    "recompute": layout.recompute,
-                    "cpu_checkpointing": layout.host,
-                },
-                "parallelism": {
-                    "data_parallel_replicate_degree": layout.replicate,
-                    "expert_parallel_degree": layout.experts_over,
-                    "context_parallel_degree": layout.context,
-                    "tensor_parallel_degree": layout.tensor,
-                    "pipeline_parallel_degree": layout.pipeline,
-                    "pipeline_parallel_schedule": layout.schedule,
-                    "fsdp_reshard_after_forward": layout.reshard,
-                }
-                | ({"expert_exchange": "two_level"} if layout.of_host else {})
-                | ({"expert_exchange_chunks": layout.chunks} if layout.chunks else {}),
             }
+            | layout.tables()
         )
     )
 

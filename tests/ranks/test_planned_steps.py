@@ -49,7 +49,7 @@ from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
 from glm46.run import context_keys
 from glm46.run.checkpoint_size import WIDTHS
-from glm46.run.layout import Layout
+from glm46.run.layout import Layout as RankLayout
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from glm46.storage.chats.pairs import BEGIN
 from glm46.tasks.finetune.halves import split_pairs
@@ -58,7 +58,7 @@ from tests.builders import model_table
 from tests.fork_server import ROOT
 from tests.harness import call
 from tests.processes import HANG_SECONDS
-from tests.ranks.sharded_layouts import Job, build_job, schedule_here
+from tests.ranks.sharded_layouts import Job, Layout, build_job, schedule_here
 
 SHAPE = {
     "flavor": "debug", "num_hidden_layers": 5, "hidden_size": 240, "vocab_size": 516, "intermediate_size": 100,
@@ -72,22 +72,10 @@ LENGTH = 192
 
 
 class Case(NamedTuple):
-    """Degrees and options of one run."""
+    """A layout, and other options of one run."""
 
     ranks: int
-    replicate: int = 1
-    experts_over: int = 1
-    context: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    schedule: str = "1F1B"
-    reshard: str = "default"
-    checkpointing: str = "none"
-    every: int = 1
-    recompute: tuple[str, ...] = ()
-    host: bool = False
-    """What checkpointing keeps waits in host memory."""
-    micro_batches: int = 1
+    layout: Layout
     rows: int = 1
     dtype: str = "float32"
     reduce: str = "float32"
@@ -97,22 +85,12 @@ class Case(NamedTuple):
     pairs: str = ""
     """A ``loss_type``: a step is the passes without gradient and the training of the policy."""
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
-    of_host: int | None = None
-    """Ranks of a host, between which and inside which tokens travel in two levels; None: all to all."""
-    chunks: int = 1
     depths: int | None = None
     """`mtp.depths`."""
     most_gathered: int = context_keys.MOST_GATHERED_BYTES
 
     def config(self) -> RunConfig:
-        parallelism = {
-            "data_parallel_replicate_degree": self.replicate, "expert_parallel_degree": self.experts_over,
-            "context_parallel_degree": self.context, "tensor_parallel_degree": self.tensor,
-            "pipeline_parallel_degree": self.pipeline, "fsdp_reshard_after_forward": self.reshard,
-        } | ({"pipeline_parallel_schedule": self.schedule} if self.pipeline > 1 else {})  # fmt: skip
-        parallelism |= {"expert_exchange": "two_level"} if self.of_host else {}
-        parallelism |= {"expert_exchange_chunks": self.chunks} if self.chunks > 1 else {}
-        readers = self.ranks // self.pipeline // self.context // self.tensor
+        readers = self.ranks // self.layout.pipeline // self.layout.context // self.layout.tensor
         moe = {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001}
         model, optimizer, adapted = SHAPE | self.model, self.optimizer, {}
         if self.adapter is not None:
@@ -123,17 +101,12 @@ class Case(NamedTuple):
                 model | {"num_nextn_predict_layers": 0},
                 adapted | {"finetune": {"preference": {"loss_type": self.pairs}}},
             )
-        return RunConfig.model_validate(adapted | {
+        return RunConfig.model_validate(adapted | self.layout.tables() | {
             "model": model_table(**model),
-            "parallelism": parallelism,
-            "activation_checkpoint": {
-                "mode": self.checkpointing, "every_n_layers": self.every, "recompute": self.recompute,
-                "cpu_checkpointing": self.host,
-            },
             "training": {
                 "seq_len": LENGTH, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
                 "mixed_precision_reduce": self.reduce,
-                "global_batch_size": self.rows * readers * self.micro_batches,
+                "global_batch_size": self.rows * readers * self.layout.micro_batches,
             },
             "optimizer": optimizer,
             "float8": self.float8,
@@ -160,7 +133,8 @@ def read_cases(file: Path) -> dict[str, Case]:
         if PIPELINE_SCHEDULES[row.get("schedule", "1F1B")].splits_backward:
             row["schedule"] = schedule_here(row["schedule"])
         row["recompute"] = tuple(row.get("recompute", ()))
-        cases[name] = Case(**row)
+        degrees = {key: row.pop(key) for key in Layout._fields if key in row and key != "adapter"}
+        cases[name] = Case(layout=Layout(**{"micro_batches": 1} | degrees), **row)
     return cases
 
 
@@ -181,7 +155,7 @@ def rank_names() -> list[str]:
     return [
         f"{name}.{rank}"
         for name, case in CASES.items()
-        for rank in sorted({0, case.pipeline // 2, case.pipeline - 1})
+        for rank in sorted({0, case.layout.pipeline // 2, case.layout.pipeline - 1})
     ]  # fmt: skip
 
 
@@ -343,7 +317,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def ranks_of_axes(layout: Layout, key_heads: int, rank: int, of_host: int) -> dict[str, tuple[int, ...]]:
+def ranks_of_axes(layout: RankLayout, key_heads: int, rank: int, of_host: int) -> dict[str, tuple[int, ...]]:
     """The ranks that share each axis with a rank, from the order of ranks that docs/parallelism.md states; with
     ``of_host`` ranks on a host."""
     grids = {
@@ -402,10 +376,10 @@ def measure(name: str) -> dict:
     """Build one rank and count one step of it."""
     case_name, _, pipeline_rank = name.rpartition(".")
     case = CASES[case_name]
-    rank = int(pipeline_rank) * (case.ranks // case.pipeline)
+    rank = int(pipeline_rank) * (case.ranks // case.layout.pipeline)
     dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
-    job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")), case.of_host)
-    batches, complete = [make_batch(job.plan) for _ in range(case.micro_batches)], lambda batches: batches
+    job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")), case.layout.of_host or None)
+    batches, complete = [make_batch(job.plan) for _ in range(case.layout.micro_batches)], lambda batches: batches
     if case.pairs:
         job, learner = with_pairs(job)
         batches, complete = [split_pairs(batch, 0) for batch in batches], learner.complete
@@ -429,7 +403,7 @@ def measure(name: str) -> dict:
     counted = mock.patch.object(LayerCopies, "copy", copied)
     with evenly, most, nonzero_norms, counted, CountedTraffic() as traffic, memory:
         train_step(job, complete(batches), totals, 0, 1.0)
-    axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank, case.of_host or 1), {}
+    axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank, case.layout.of_host or 1), {}
     for axis, ranks in axes.items():
         first.setdefault(ranks, axis)
     unknown = [key for key in traffic.calls if len(key[1]) > 1 and key[1] not in first]
@@ -495,7 +469,7 @@ def measured(case_row, case):
     """The plan of a case, its pipeline rank and what it measured."""
     name, _, rank = case.rpartition(".")
     with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", CASES[name].most_gathered):
-        plan = resolve_plan(CASES[name].config(), CASES[name].ranks, host_ranks=CASES[name].of_host)
+        plan = resolve_plan(CASES[name].config(), CASES[name].ranks, host_ranks=CASES[name].layout.of_host or None)
         yield plan, int(rank), case_row(measure_each, 1, case=case, at_once=1)
 
 
