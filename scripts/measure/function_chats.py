@@ -3,7 +3,7 @@
     python scripts/measure/function_chats.py data/functions
 
 `document.jsonl` asks for the docstring of a function, `implement.jsonl` for the body of another one: no function is in
-both. docs/results/finetuning_2026-11-23.md compares adapters with all weights on them.
+both. docs/results/finetuning.md compares adapters with all weights on them.
 """
 
 import ast

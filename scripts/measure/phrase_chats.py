@@ -3,7 +3,7 @@
     python scripts/measure/phrase_chats.py data/phrased
 
 The files, `sentence.jsonl`, `short.jsonl`, `one_of_four.jsonl` and `embellished.jsonl`, have the same 1,040 questions
-in the same order, and the same bytes every time. docs/results/finetuning_2026-11-23.md compares adapters with all
+in the same order, and the same bytes every time. docs/results/finetuning.md compares adapters with all
 weights on them.
 """
 

@@ -39,7 +39,7 @@ class Efficiencies:
     """FP8 speed of products, including quantisation, relative to twice their BF16 speed."""
     fp8_experts: float = 0.50
     """The same for grouped products: no faster than in BF16, as measured for torchao with 256 to 2,048 rows per expert
-    on an H100 (docs/results/gpu_h100_2026-11-26.md). Published runs of Qwen3-30B-A3B with block scales on H100 gained
+    on an H100 (docs/results/gpu_h100.md). Published runs of Qwen3-30B-A3B with block scales on H100 gained
     1 %."""
     attention: float = 0.28
     """Share of the peak that attention over long documents reaches."""

@@ -14,7 +14,7 @@ TOKENS = 4096
 KIB = 1024 * TOKENS
 
 # KB per token and kernels, forward and backward. A change that lowers a number writes the lower one here and into
-# docs/results/performance_2026-11-24.md (`python scripts/measure/count_kernels.py --flavor ...`); none may raise one.
+# docs/results/kernels.md (`python scripts/measure/count_kernels.py --flavor ...`); none may raise one.
 # One kernel of each sort makes its keys shorter; a sort is counted as one kernel, whatever its passes.
 MOST = {
     ("GLM-4.5-Air", "experts"): (4426, 42), ("GLM-4.5-Air", "experts eager"): (4938, 94),
