@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts import draw_badges, draw_packages
+from scripts import draw_badges, draw_packages, write_troubleshooting
 from tests.architecture import rules
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/configuration.md", "docs/api.md",
-    "docs/infrastructure.md", "docs/nccl.md", "docs/preflight.md", "docs/troubleshooting.md",
+    "README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/configuration.md",
+    "docs/api.md", "docs/infrastructure.md", "docs/nccl.md", "docs/preflight.md", "docs/troubleshooting.md",
 )  # fmt: skip
 FOLDERS = "glm46|docs|tests|scripts|train_configs|deploy"
 VERBS = {
@@ -38,7 +38,7 @@ def test_named_files_and_verbs_exist(document):
 
 def test_links_lead_to_files_and_headings():
     """Links between pages, and to their headings by GitHub's rule; ``docs/index.md`` lists every page beside it."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     broken = []
     for page in pages:
         text = re.sub(r"(?s)```.*?```", "", page.read_text(encoding="utf-8"))
@@ -126,6 +126,13 @@ def test_the_readme_states_the_size_of_the_core():
 def test_the_picture_shows_the_imports():
     """``python scripts/draw_packages.py`` writes it."""
     assert (ROOT / "docs" / "images" / "packages.svg").read_text(encoding="utf-8") == draw_packages.picture()
+
+
+def test_troubleshooting_shows_the_messages_of_the_program():
+    """``python scripts/write_troubleshooting.py`` writes it; it refuses a text that is not of exactly one message."""
+    assert write_troubleshooting.OUTPUT.read_text(encoding="utf-8") == write_troubleshooting.page()
+    with pytest.raises(ValueError, match="0 messages contain"):
+        write_troubleshooting.find_message(ROOT / "glm46" / "engine" / "training" / "loop.py", "no such words")
 
 
 def test_badges_are_those_of_the_project():
