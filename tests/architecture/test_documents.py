@@ -13,9 +13,19 @@ from tests.architecture import rules
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
-    "README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/configuration.md",
-    "docs/api.md", "docs/infrastructure.md", "docs/nccl.md", "docs/preflight.md", "docs/troubleshooting.md",
-)  # fmt: skip
+    "README.md",
+    "AGENTS.md",
+    "CONTRIBUTING.md",
+    "RELEASING.md",
+    "CHANGELOG.md",
+    "docs/architecture.md",
+    "docs/configuration.md",
+    "docs/api.md",
+    "docs/infrastructure.md",
+    "docs/nccl.md",
+    "docs/preflight.md",
+    "docs/troubleshooting.md",
+)
 FOLDERS = "glm46|docs|tests|scripts|train_configs|deploy"
 VERBS = {
     path.stem.replace("_", "-")
@@ -38,7 +48,8 @@ def test_named_files_and_verbs_exist(document):
 
 def test_links_lead_to_files_and_headings():
     """Links between pages, and to their headings by GitHub's rule; ``docs/index.md`` lists every page beside it."""
-    pages = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "RELEASING.md")]
+    pages += sorted((ROOT / "docs").rglob("*.md"))
     broken = []
     for page in pages:
         text = re.sub(r"(?s)```.*?```", "", page.read_text(encoding="utf-8"))

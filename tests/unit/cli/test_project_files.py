@@ -1,8 +1,10 @@
 """The workflow of CI, the container and the files of a public repository name what exists, and cover the promises."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,30 @@ def test_commands_name_files_and_extras_that_exist():
     named = {extra for words in re.findall(r"\.\[([\w,]+)\]", commands) for extra in words.split(",")}
     assert named and named - set(PROJECT["optional-dependencies"]) == set()
     assert {"ruff check .", "mypy", "python -m mkdocs build --strict"} <= set(re.split(r" && | --site|\n", commands))
+
+
+def test_actions_are_pinned_by_hash():
+    """A tag of an action can be moved to other code."""
+    lines = [
+        line
+        for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "uses:" in line
+    ]
+    pinned = re.compile(r"^ +- uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$")
+    assert len(lines) > 10 and [line for line in lines if not pinned.match(line)] == []
+
+
+def test_a_tag_is_built_and_used_and_must_be_the_version():
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key "on" as a boolean
+    assert release["permissions"] == {"contents": "read"}  # nothing is uploaded to an index
+    runs = [step["run"] for step in release["jobs"]["build"]["steps"] if "run" in step]
+    assert "./scripts/run_tests.sh tests/ranks/test_release.py" in runs
+    command = runs[0].replace("python -c", f"{sys.executable} -c")
+    for tag, code in ((f"v{PROJECT['version']}", 0), ("v9.9.9", 1), (PROJECT["version"], 1)):
+        run = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "TAG": tag}, capture_output=True)
+        assert run.returncode == code, tag
 
 
 def test_every_python_and_torch_of_the_project_has_a_job():
