@@ -34,7 +34,8 @@ def test_no_answer_does_not_pass(name, tmp_path, monkeypatch):
 
 def rows(names: list[str], quick: str) -> list:
     """The names as rows; all except one are thorough, because they plan, convert or load the package again."""
-    return [pytest.param(name, marks=() if name == quick else pytest.mark.thorough) for name in names]
+    first = sorted(names, key=lambda name: name != quick)
+    return [pytest.param(name, marks=() if name == quick else pytest.mark.thorough) for name in first]
 
 
 @pytest.mark.slow
