@@ -133,7 +133,7 @@ class RewardTableConfig(Section):
         AfterValidator(_reward),
         Requires("rl.environment.command", when="score", remedy='add [rl.environment] with kind = "command"'),
     ]
-    """math, exact, choice, format, repetition, code, remote, score, model (docs/rl_rewards.md), or
+    """math, exact, choice, format, repetition, code, remote, score, model (docs/rl_run.md), or
     ``package.module:function`` of your own, which gets an `Answer` and the options."""
 
     weight: float = 1.0

@@ -65,6 +65,19 @@ def test_links_lead_to_files_and_headings():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - listed == set()
 
 
+def test_tables_and_pages_of_reinforcement_learning_stay_short():
+    """A table cell of a hand-written page has at most 25 words, a page of RL at most 1,000."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    long_cells = []
+    for page in pages:
+        rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")]
+        long_cells += [f"{page.name}: {cell[:60]}" for cell in cells if len(cell.split()) > 25]
+    assert long_cells == []
+    long_pages = [page.name for page in pages if page.name.startswith("rl") and len(page.read_text().split()) > 1000]
+    assert long_pages == []
+
+
 def test_keys_that_pages_name_exist():
     """Names in backticks, such as ``training.seq_len``; coming_from.md has keys of others in its first column. Known
     beside the keys are a tensor and a key that is refused."""

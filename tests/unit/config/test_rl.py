@@ -32,7 +32,7 @@ def test_a_stated_key_is_stronger_than_the_preset():
 
 
 def test_the_page_states_what_each_preset_sets():
-    page = Path(__file__).parents[3].joinpath("docs", "rl_algorithms.md").read_text()
+    page = Path(__file__).parents[3].joinpath("docs", "rl_reference.md").read_text()
     header = page.index("| `algorithm` | ratio |")
     rows = [line.split("|")[1:7] for line in page[header:].split("\n\n")[0].splitlines()[2:]]
     row_by_name = {re.match(r" `(\S+)`", row[0])[1]: row for row in rows}

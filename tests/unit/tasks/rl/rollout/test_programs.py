@@ -326,7 +326,7 @@ def test_a_scoring_program_reads_the_folder_and_imports_what_is_next_to_it(kind,
 
 @SANDBOXES
 def test_a_scoring_program_can_take_the_folder_as_its_current_one(kind, tmp_path, loop, monkeypatch):
-    """The command of docs/rl_endpoint.md: files that are words of a command are visible."""
+    """The command of docs/rl_agents.md: files that are words of a command are visible."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "answer").write_text("3")
