@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli
 
 from scripts import draw_badges, draw_packages, write_troubleshooting
 from tests.architecture import rules
@@ -76,6 +77,16 @@ def test_tables_and_pages_of_reinforcement_learning_stay_short():
     assert long_cells == []
     long_pages = [page.name for page in pages if page.name.startswith("rl") and len(page.read_text().split()) > 1000]
     assert long_pages == []
+
+
+def test_a_page_answers_each_word_of_the_guides():
+    """``guide_words.toml`` lists what users of the published guides look for."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    words = tomli.loads((ROOT / "tests" / "architecture" / "guide_words.toml").read_text(encoding="utf-8"))
+    listed = [word for document in words.values() for word in document]
+    assert len(words) == 5 and len(listed) == len(set(listed)) > 100
+    assert [word for word in listed if word not in text] == []
 
 
 def test_keys_that_pages_name_exist():
