@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomli
+import tomllib
 
 from scripts import draw_badges, draw_packages, write_troubleshooting
 from tests.architecture import rules
@@ -83,7 +83,7 @@ def test_a_page_answers_each_word_of_the_guides():
     """``guide_words.toml`` lists what users of the published guides look for."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    words = tomli.loads((ROOT / "tests" / "architecture" / "guide_words.toml").read_text(encoding="utf-8"))
+    words = tomllib.loads((ROOT / "tests" / "architecture" / "guide_words.toml").read_text(encoding="utf-8"))
     listed = [word for document in words.values() for word in document]
     assert len(words) == 5 and len(listed) == len(set(listed)) > 100
     assert [word for word in listed if word not in text] == []
