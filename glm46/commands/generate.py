@@ -45,7 +45,10 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--keep-thoughts",
         action="store_true",
-        help="past thoughts stay (clear_thinking = false of GLM-4.7), with --chat without --prompt",
+        help="past thoughts stay (clear_thinking = false, from GLM-4.7 on), with --chat without --prompt",
+    )
+    parser.add_argument(
+        "--reasoning-effort", choices=("high", "max"), help="effort that the prompt of GLM-5.2 states, with --thinking"
     )
     parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions it may call, with --chat")
     parser.add_argument(

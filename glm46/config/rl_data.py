@@ -47,8 +47,8 @@ class PromptsConfig(Section):
     """True if the model may think before it answers; else the prompt closes the thought."""
 
     keep_thoughts: bool = False
-    """Past thoughts of a prompt stay in it (clear_thinking = false), in the format of GLM-4.7; else thoughts before the
-    last user message are removed. Thoughts that the run samples itself always stay in a conversation with
+    """Past thoughts of a prompt stay in it (clear_thinking = false), from GLM-4.7 on; else thoughts before the last
+    user message are removed. Thoughts that the run samples itself always stay in a conversation with
     [rl.environment]."""
 
 

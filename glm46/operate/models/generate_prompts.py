@@ -10,7 +10,7 @@ from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts
+from glm46.storage.chats.chat_template import find_format, raise_for_effort, raise_for_kept_thoughts
 from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
@@ -47,6 +47,8 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         faults.append("--system, --thinking and --tools belong to --chat; add it")
     if arguments.keep_thoughts and (arguments.prompt or not arguments.chat):
         faults.append("--keep-thoughts: belongs to --chat without --prompt, where there are past thoughts")
+    if arguments.reasoning_effort and not (arguments.chat and arguments.thinking):
+        faults.append("--reasoning-effort belongs to --chat --thinking; add them, or leave it out")
     if not arguments.chat and not arguments.prompt:
         faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
     raise_if(faults)
@@ -65,6 +67,8 @@ def read_prompts(
         find_format(tokenizer)
     if arguments.keep_thoughts:
         raise_for_kept_thoughts(tokenizer, "--keep-thoughts")
+    if arguments.reasoning_effort:
+        raise_for_effort(tokenizer, "--reasoning-effort")
     if arguments.speculative and not shape.num_nextn_predict_layers:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
@@ -94,7 +98,8 @@ def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> l
     if arguments.chat:
         system = [Message("system", arguments.system)] if arguments.system is not None else []
         messages = [*system, Message("user", text)]
-        return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking)
+        effort = arguments.reasoning_effort or ""
+        return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking, effort=effort)
     return tokenizer.encode(text).tolist()
 
 

@@ -60,6 +60,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         tools=arguments.tools,
         thinks=arguments.thinking,
         keeps_thoughts=arguments.keep_thoughts,
+        effort=arguments.reasoning_effort or "",
     ).run()
 
 

@@ -126,6 +126,7 @@ class LocalModel:
             system=system,
             thinking=thinking,
             keep_thoughts=False,
+            reasoning_effort=None,
             max_new_tokens=max_new_tokens,
             tools=None,
             speculative=False,

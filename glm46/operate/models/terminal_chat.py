@@ -36,6 +36,7 @@ class TerminalChat:
         tools: descriptions of tools, as the model is shown them.
         thinks: whether the model may think before it answers.
         keeps_thoughts: whether later prompts contain earlier thoughts; only for formats that open thoughts.
+        effort: reasoning effort that prompts state.
     """
 
     tokenizer: Tokenizer
@@ -45,6 +46,7 @@ class TerminalChat:
     tools: Sequence[Mapping] = ()
     thinks: bool = False
     keeps_thoughts: bool = False
+    effort: str = ""
 
     def __post_init__(self) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -84,7 +86,12 @@ class TerminalChat:
     def _write(self, messages: list[Message]) -> tuple[Message, bool]:
         """Print the assistant's turn as it is generated; return it, and whether it waits for results of tool calls."""
         prompt = chat_prompt(
-            self.tokenizer, messages, tools=self.tools, thinking=self.thinks, keeps_thoughts=self.keeps_thoughts
+            self.tokenizer,
+            messages,
+            tools=self.tools,
+            thinking=self.thinks,
+            keeps_thoughts=self.keeps_thoughts,
+            effort=self.effort,
         )
         reader = TurnReader(self.tokenizer, in_thought=bool(opened_thought(self.tokenizer, self.thinks)))
         shown = 0

@@ -111,6 +111,16 @@ def raise_for_kept_thoughts(tokenizer: Tokenizer, setting: str) -> None:
         )
 
 
+def raise_for_effort(tokenizer: Tokenizer, setting: str) -> None:
+    """Raise UserError if a user configured a reasoning effort, but the chat format states none."""
+    if not (format := format_of(tokenizer)).states_effort:
+        models = " or ".join(other.models for other in FORMATS if other.states_effort)
+        raise UserError(
+            f"{setting}: the tokenizer {tokenizer.path!r} has the chat format of {format.models}, which states no "
+            f"effort; leave it out, or take the tokenizer of a folder of {models}"
+        )
+
+
 def missing_markers(tokenizer: Tokenizer) -> list[str]:
     """Return the special tokens of the chat formats that a tokenizer lacks."""
     return sorted(MARKERS - tokenizer.special.keys())

@@ -7,6 +7,9 @@ from itertools import chain, groupby
 from glm46.storage.chats.chat_rows import BadConversation, chat_rows, decoded, message_list, role_of, text_of
 from glm46.storage.chats.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
 
+EFFORT_KEY = "reasoning_effort"
+"""Column of chats and prompts with the reasoning effort."""
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -50,7 +53,7 @@ class Conversation:
     num_dropped: int = 0
     """Messages after the last assistant message; they were skipped."""
     effort: str = ""
-    """Reasoning effort (column ``reasoning_effort``), for formats that state it; empty for their default."""
+    """Reasoning effort, for formats that state it; empty for their default."""
 
 
 def parse_conversation(record: object, format: str) -> Conversation:
@@ -72,7 +75,7 @@ def parse_conversation(record: object, format: str) -> Conversation:
     tools = parse_tools(record.get("tools"))
     _raise_for_references(messages, tools)
     _raise_for_bare_calls(messages, tools)
-    effort = record.get("reasoning_effort")
+    effort = record.get(EFFORT_KEY)
     return Conversation(messages, tools, len(rows) - end, "" if effort is None else str(effort))
 
 

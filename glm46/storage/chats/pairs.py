@@ -18,7 +18,7 @@ from glm46.storage.chats.chat_rows import (
     text_or_messages,
     untrained,
 )
-from glm46.storage.chats.conversation import Conversation, parse_conversation
+from glm46.storage.chats.conversation import EFFORT_KEY, Conversation, parse_conversation
 
 BEGIN = "[gMASK]"
 """The special token that each half of a pair begins with."""
@@ -64,7 +64,7 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
         roles = [role_of(row) for row in half]
         if {"user", "system"} & {*roles} or roles[-1] == "tool":
             raise BadConversation("chosen or rejected is not one turn of the assistant", key)
-    shared = {"tools": record.get("tools"), "reasoning_effort": record.get("reasoning_effort")}
+    shared = {"tools": record.get("tools"), EFFORT_KEY: record.get(EFFORT_KEY)}
     prompt = untrained(prompt)
     chosen, rejected = (parse_conversation({"messages": prompt + half, **shared}, "messages") for half in halves)
     return chosen, rejected

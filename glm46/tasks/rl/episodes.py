@@ -118,6 +118,7 @@ class CommandEpisodes:
                     recorded=member.end.samples,
                     note=member.note,
                 )
+                session.effort = prompt.effort
                 end = await self._try(prompt, session, requests)
                 if not end.fault:
                     break

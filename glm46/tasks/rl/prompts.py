@@ -13,7 +13,7 @@ from glm46.config.rl_data import PromptsConfig
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.chat_rows import text_or_messages
 from glm46.storage.chats.chat_template import format_of, raise_for_kept_thoughts
-from glm46.storage.chats.conversation import BadConversation, parse_prompt, parse_tools
+from glm46.storage.chats.conversation import EFFORT_KEY, BadConversation, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.readers import file_rows
@@ -38,6 +38,8 @@ class Prompt(NamedTuple):
     """File and line."""
     row: Any = None
     """Row of the file that the prompt was read from."""
+    effort: str = ""
+    """Reasoning effort that the prompt states, for formats that state it; empty for their default."""
 
 
 def read_prompts(
@@ -204,8 +206,12 @@ def _prompt(row: object, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_lab
         messages = parse_prompt(content, tools)
     except BadConversation as error:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
-    tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts)
-    return Prompt(tokens, messages[-1].content, label, row=row)
+    effort = _at(row, EFFORT_KEY)
+    effort = "" if effort is None else str(effort)
+    tokens = chat_prompt(
+        tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts, effort=effort
+    )
+    return Prompt(tokens, messages[-1].content, label, row=row, effort=effort)
 
 
 def _at(row: Mapping, key: str) -> Any:

@@ -147,6 +147,16 @@ def test_later_prompts_hold_thoughts_where_they_are_kept(keeps, first, monkeypat
     assert tokenizer.decode(prompt) == f"[gMASK]<sop><|user|>Hi<|assistant|>{first}<|user|>And?<|assistant|><think>"
 
 
+def test_prompts_state_the_effort(monkeypatch):
+    tokenizer = load_tokenizer("builtin", "GLM-5.2")
+    turn = tokenizer.encode_with_special("why</think>A<|user|>").tolist()
+    *_, prompt = talk(
+        ["Hi", "And?"], [(turn, "stop")] * 2, monkeypatch, tokenizer=tokenizer, thinks=True, effort="high"
+    )
+    opening = "[gMASK]<sop><|system|>Reasoning Effort: High<|user|>Hi<|assistant|><think></think>A"
+    assert tokenizer.decode(prompt) == f"{opening}<|user|>And?<|assistant|><think>"
+
+
 def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
     """Thoughts of earlier turns are left out, those of the turn with the calls stay, and results come from the user."""
     reasoned, called, last = MESSAGES[0], MESSAGES[2], MESSAGES[1]

@@ -74,6 +74,9 @@ class Session:
         note: receives each generated turn, with its seed instead of the prompt.
     """
 
+    effort: str = ""
+    """Reasoning effort that prompts state; set before the first request."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -164,7 +167,12 @@ class Session:
         if prior is None or self._renders_otherwise(prior, messages[len(prior.keys) :]):
             messages = self._with_thoughts(messages) if self._keeps else messages
             prompt = chat_prompt(
-                self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
+                self._tokenizer,
+                messages,
+                tools=tools,
+                thinking=self._thinking,
+                keeps_thoughts=self._keeps,
+                effort=self.effort,
             )
             return None, prompt, len(prompt)
         # The end marker of a turn is written with the message that follows.

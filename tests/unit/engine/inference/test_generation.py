@@ -488,6 +488,8 @@ def test_a_row_ends_at_a_stop_token(folders, capsys):
 @pytest.mark.parametrize("arguments, words", [
     (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
     (["--top-k", "5"], ["set a --temperature"]), (["--system", "x"], ["belong to --chat"]),
+    (["--chat", "--reasoning-effort", "high"], ["--reasoning-effort belongs to --chat --thinking"]),
+    (["--chat", "--thinking", "--reasoning-effort", "high"], ["format of GLM-4.5 or 4.6, which states no effort"]),
     (["--prompt", ""], ["--prompt 2 of 2 is empty"]), (["--temperature", "nan"], ["--temperature nan"]),
     (["--temperature", "inf"], ["--temperature inf"]), (["--chat", "--prompt", " "], ["--prompt 2 of 2 is empty"]),
     (["--prompt", "a\udcffb"], [r"--prompt 'a\udcffb'", "not UTF-8"]),

@@ -42,6 +42,19 @@ def test_past_thoughts_stay_where_the_format_keeps_them(keep, said, tmp_path):
             read_prompts(file, keys, of_45, most_tokens=99, needs_label=True)
 
 
+def test_a_row_states_the_effort_of_its_prompt(tmp_path):
+    rows = [{"prompt": "Hi", "label": "x", "reasoning_effort": effort} for effort in ("high", None, "low")]
+    of_52, of_47 = (load_tokenizer("builtin", flavor) for flavor in ("GLM-5.2", "GLM-4.7"))
+    prompts = read(write(tmp_path, *rows[:2]), of_52, thinking=True)
+    assert [prompt.effort for prompt in prompts] == ["high", ""]
+    assert [of_52.decode(prompt.tokens) for prompt in prompts] == [
+        f"[gMASK]<sop><|system|>Reasoning Effort: {effort}<|user|>Hi<|assistant|><think>" for effort in ("High", "Max")
+    ]
+    assert len(read(write(tmp_path, *rows), of_47, thinking=True)) == 3
+    with pytest.raises(UserError, match="line 3: reasoning_effort is neither high nor max: 'low'"):
+        read(write(tmp_path, *rows), of_52, thinking=True)
+
+
 DAPO = {
     "data_source": "math_dapo", "prompt": [{"content": "Solve it.\n\n1 + 1 =", "role": "user"}], "ability": "MATH",
     "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},

@@ -18,10 +18,11 @@ class Served:
 
     def __init__(
         self, turns: list[list[int]], *, thinking: bool = False, keeps_thoughts: bool = False,
-        tokenizer: Tokenizer = TOKENIZER,
+        tokenizer: Tokenizer = TOKENIZER, effort: str = "",
     ):  # fmt: skip
         self.tokenizer = tokenizer
         self.options = {"thinking": thinking, "keeps_thoughts": keeps_thoughts}
+        self.effort = effort
         self.turns, self.generated, self.said = turns, [], []
         self.endpoint = PolicyEndpoint(self.said.append)
 
@@ -33,8 +34,9 @@ class Served:
 
     async def __aenter__(self) -> "Served":
         self._server = await self.endpoint.start()
-        prompt = chat_prompt(self.tokenizer, [Message("user", "Hello")], **self.options)
+        prompt = chat_prompt(self.tokenizer, [Message("user", "Hello")], **self.options, effort=self.effort)
         session = Session(self.tokenizer, Request(prompt, 3, 2000), most_turns=4, **self.options)
+        session.effort = self.effort
         self.episode = self.endpoint.open(session, 4, self)
         self.url = self.endpoint.base_url(self.episode)
         return self

@@ -1,10 +1,12 @@
 """The endpoint by OpenAI's own client: answers, streams, tools, and requests that the client sends again."""
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import pytest
 
+from glm46.storage.data.tokenizer import load_tokenizer
 from tests.unit.tasks.rl.rollout.served_episode import Served, tokens_of
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
@@ -94,6 +96,55 @@ class Dropped(Served):
             await asyncio.sleep(0)  # the turn is asked for
         self._left -= 1
         raise ConnectionResetError
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_glm_52_finds_a_deferred_tool_and_calls_it(is_stream):
+    """Each prompt is what the template renders, with the thoughts of the steps before."""
+    tokenizer = load_tokenizer("builtin", "GLM-5.2")
+    find = {"type": "function", "function": {"name": "search_tools", "parameters": {}}}
+    deferred = {"type": "function", "function": TOOL["function"] | {"defer_loading": True}}
+    turns = [
+        "I look.</think><tool_call>search_tools<arg_key>query</arg_key><arg_value>sum</arg_value></tool_call>",
+        " There it is.</think>Adding.<tool_call>add<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>",
+        "</think>Done.",
+    ]
+    ends = ("<|observation|>", "<|observation|>", "<|user|>")
+    generated = [tokenizer.encode_with_special(f"{turn}{end}").tolist() for turn, end in zip(turns, ends, strict=True)]
+    of = Served(generated.copy(), thinking=True, tokenizer=tokenizer, effort="high")
+    results = [[{"type": "tool_reference", "name": "add"}], "6"]
+
+    def use(client):
+        messages = [{"role": "user", "content": "Hello"}]
+        said = []
+        for result in (*results, None):
+            table = {"model": "any", "tools": [find, deferred], "messages": messages}
+            if is_stream:
+                chunks = list(client.chat.completions.create(**table, stream=True))
+                said.append(chunks[0].choices[0].delta)
+            else:
+                said.append(client.chat.completions.create(**table).choices[0].message)
+            calls = [
+                {"id": call.id, "type": "function", "function": call.function.model_dump()}
+                for call in said[-1].tool_calls or ()
+            ]
+            answer = {"role": "assistant", "content": said[-1].content, "tool_calls": calls}
+            answer["reasoning_content"] = said[-1].reasoning_content
+            messages += [answer, {"role": "tool", "tool_call_id": calls[0]["id"], "content": result}] if calls else []
+        return said
+
+    said = run_client(of, use, max_retries=0)
+    arguments = [call.function.arguments for message in said for call in message.tool_calls or ()]
+    assert arguments == ['{"query": "sum"}', '{"n": 5}'], "by the type in the description that was deferred"
+    assert [message.reasoning_content for message in said] == ["I look.", " There it is.", ""]
+    assert [message.content for message in said] == ["", "Adding.", "Done."]
+    texts = [tokenizer.decode(request.prompt) for request in of.generated]
+    assert texts[0].startswith("[gMASK]<sop><|system|>Reasoning Effort: High<|system|>\n# Tools")
+    shown = f"<tools>\n{json.dumps(TOOL['function'])}\n</tools>"
+    for number, response in enumerate([shown, "6"]):
+        reply = f"<|observation|><tool_response>{response}</tool_response><|assistant|><think>"
+        assert texts[number + 1] == f"{texts[number]}{turns[number]}{reply}"
+    check_trained_once(of, generated)
 
 
 @pytest.mark.slow
