@@ -67,7 +67,8 @@ class Pipeline:
         """Compute the gradients of all micro-batches of a step. Collective.
 
         Args:
-            batches: arguments of the model that differ by micro-batch, of equal shape.
+            batches: arguments of the model that differ by micro-batch, of equal shape. A model with prediction layers
+                needs their inputs and labels, because every layer must take part.
             arguments: arguments of the model that all micro-batches share.
             objective: the loss to differentiate on the last stage, from its output and the `fields` of the batch.
             auxiliary: the loss to differentiate on other stages, from their auxiliary losses.
@@ -76,6 +77,8 @@ class Pipeline:
         Returns:
             For each stage of this rank, the detached output for each micro-batch.
         """
+        has_prediction = {"mtp_input_ids", "mtp_labels"} <= batches[0].keys()
+        assert has_prediction or not self.stages[0].model.shape.num_nextn_predict_layers
         finishers = [_finish_training(stage, objective, auxiliary) for stage in self.stages]
         models: list[Any] = [stage.model for stage in self.stages]
         forwards = [model.forward for model in models]
