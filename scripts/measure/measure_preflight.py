@@ -32,7 +32,7 @@ from glm46.storage.data.tokenizer import load_tokenizer  # noqa: E402
 from tests.builders import small_config, write_source  # noqa: E402
 from tests.harness import end_with  # noqa: E402
 from tests.ranks.forked_launch import ForkedRank, preflight  # noqa: E402
-from tests.unit.operate.cluster.test_gpu import GPU  # noqa: E402
+from tests.unit.operate.cluster.test_host import GPU  # noqa: E402
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NEW_MOUNTS = 0x20000

@@ -1,8 +1,6 @@
 """Checkpoints of tensors on a CUDA device: pinned staging, values of the moment, load into the device, and a run that
 continues bit for bit."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.background import Staging
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.data.tokenizer import load_tokenizer
-from tests.builders import small_config, write_source
+from tests.builders import metric_rows, small_config, write_source
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +65,7 @@ def test_a_deterministic_run_continues_bit_for_bit(tmp_path):
             | ({"load_path": str(tmp_path / "whole/checkpoint/step-000003")} if name == "continued" else {}),
         )  # fmt: skip
         assert train(config) == 0
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows = metric_rows(tmp_path / name)
         figures.append({row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row})
     whole, continued = figures
     assert list(whole) == [1, 2, 3, 4, 5, 6] and continued == {step: whole[step] for step in (4, 5, 6)}

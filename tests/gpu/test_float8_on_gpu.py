@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from glm46.compute.distributed.process import join, leave, use_deterministic_kernels
+from glm46.compute.distributed.process import use_deterministic_kernels
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.parallelize.float8 import linear_product
@@ -114,12 +114,6 @@ def test_emulated_experts_repeat_every_bit_under_debug_deterministic():
         y.backward(grad)
         results.append((y.detach()[: int(ENDS[-1])], inputs[0].grad[: int(ENDS[-1])], inputs[1].grad))
     assert all(torch.equal(first, again) for first, again in zip(*results, strict=True))
-
-
-@pytest.fixture
-def process():
-    yield join(60)
-    leave()
 
 
 def test_weights_gathered_in_fp8_give_the_step_of_weights_that_are_rounded_after_it(process):

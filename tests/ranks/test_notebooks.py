@@ -16,7 +16,7 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from tests.processes import PROGRAM_SECONDS
-from tests.ranks.test_tutorial import SMALL_SHAPE
+from tests.ranks.test_verbs import SMALL_SHAPE
 
 _REASON = "not installed; pip install '.[test]'"
 nbformat = pytest.importorskip("nbformat", reason=_REASON)

@@ -70,8 +70,9 @@ def test_the_two_commands_of_the_readme_and_all_tests_run():
 
 @pytest.mark.slow
 def test_commands_of_the_readme_are_run_or_their_files_fit_the_gpus_that_it_states(capsys):
-    """Here: plans, and the files of rows with GPUs. tests/ranks/test_tutorial.py runs the first command, evaluate and
-    chat; test_mixture.py trains data_example.toml; test_shipped_runs.py plans every file of the table of recipes."""
+    """Here: plans, and the files of rows with GPUs. tests/ranks/test_verbs.py runs the first command, evaluate and
+    chat; test_data_stream.py trains data_example.toml; test_shipped_runs.py plans every file of the table of recipes.
+    """
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"`((?:CONFIG_FILE=\S+ )?(?:\./run_train\.sh|python -m glm46 )[^`]*)`", readme)
     verbs = [command.removeprefix("python -m glm46 ").split() for command in commands if command.startswith("python")]

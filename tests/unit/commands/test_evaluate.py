@@ -16,7 +16,7 @@ from glm46.files.durable import hash_file
 from glm46.operate.launch.train_rank import train
 from glm46.operate.models import evaluate_ranks
 from glm46.storage.checkpoint.integrity import MANIFEST, META, read_manifest, records_of, write_manifest
-from tests.builders import small_config
+from tests.builders import metric_rows, small_config
 
 OPTIONS = ["--lengths", "50,64", "--depths", "0,1", "--samples", "4"]
 
@@ -36,7 +36,7 @@ def step_of(trained: Path) -> str:
 
 
 def last_validation(trained: Path) -> dict[str, float]:
-    rows = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    rows = metric_rows(trained)
     row = [row for row in rows if row["kind"] == "validation"][-1]
     return {name.removeprefix("validation_"): value for name, value in row.items() if name.startswith("validation_")}
 

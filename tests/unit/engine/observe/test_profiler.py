@@ -18,6 +18,7 @@ from glm46.engine.observe.profiler import REQUEST_FILE, Profiled, Profiler
 from glm46.operate.launch.train_rank import train
 from glm46.run.flops import batch_flops, newton_schulz_flops
 from glm46.run.parameters import adapter_rows, named_rows
+from tests.builders import metric_rows
 from tests.processes import wait_until
 from tests.ranks.test_figures import wait_for_request
 
@@ -170,7 +171,7 @@ def test_a_run_is_profiled_and_computes_the_same(make_config, tmp_path):
     losses = []
     for config in (plain, profiled):
         assert train(config) == 0
-        rows = map(json.loads, (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines())
+        rows = metric_rows(config.job.dump_folder)
         losses.append([row["loss"] for row in rows])
     assert losses[0] == losses[1] and len(losses[0]) == 10
     folders = sorted((tmp_path / "out/profile_traces").iterdir())

@@ -15,6 +15,7 @@ from glm46.engine.reliability.run_lock import lock_run
 from glm46.engine.training import loop
 from glm46.engine.training.state import Progress
 from glm46.operate.launch.train_rank import train
+from tests.builders import metric_rows
 
 ROOT = Path(__file__).parents[4]
 
@@ -72,7 +73,7 @@ def test_excluded_samples_are_skipped():
 
 
 def rows(config) -> list[dict]:
-    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(config.job.dump_folder)
 
 
 def poison_samples(monkeypatch, bad: range) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Runs in FP8 or with tensors in host memory resume, and hand their checkpoints to runs without these and back."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import describe_float8
 from glm46.config.presets import PRESETS
 from glm46.operate.launch.train_rank import train
+from tests.builders import metric_rows
 
 TENSORWISE = {"recipe_name": "tensorwise", "experts_recipe_name": "rowwise", "emulate": True}
 GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
@@ -29,7 +29,7 @@ def run(
         float8=float8,
     )
     assert train(config) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     (exported,) = folder.rglob("*.safetensors")
     return [row["loss"] for row in rows if "loss" in row], load_file(exported)
 

@@ -4,20 +4,26 @@
 
 prints the line for the installed release. A change that is meant to alter training replaces the line and says why.
 A run that an earlier commit saved continues as that commit would have continued it, with the losses of that commit.
+
+What other libraries have to say about themselves does not reach a user of glm46.
 """
 
-import json
+import logging
+import subprocess
+import sys
 import tarfile
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from glm46.compat import quiet_libraries
 from glm46.config.loader import load_config
 from glm46.operate.launch.train_rank import train
 from glm46.storage.data.tokenizer import load_tokenizer
-from tests.builders import small_config, write_source
+from tests.builders import metric_rows, small_config, write_source
 
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 LOSSES = {
@@ -41,7 +47,7 @@ def measure_losses(folder: Path, source: Path) -> list[float]:
         moe={"balance": "sign", "bias_update_rate": 0.01, "sequence_aux_loss_weight": 0.01},
     )
     assert train(config) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -110,11 +116,53 @@ def test_a_run_of_an_earlier_commit_continues(tmp_path, monkeypatch, capsys):
     Path("run.toml").write_text(CONFIG, encoding="utf-8")
     assert train(load_config(Path("run.toml"))) == 0
     assert "resumed after step 4, 512 tokens" in capsys.readouterr().out
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = metric_rows("run")
     rows = [row for row in rows if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]  # the earlier rows are kept
     assert [row["loss"] for row in rows[4:]] == pytest.approx(EARLIER_LOSSES, rel=TOLERANCE)
     assert [row["grad_norm"] for row in rows[4:]] == pytest.approx(GRADIENT_NORMS, rel=TOLERANCE)
+
+
+ROOT = Path(__file__).parents[4]
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, and two workers
+import torch
+from glm46.operate.launch.train_rank import train
+from scripts.measure.model_speed import Workload, race
+from scripts.measure.speed_with_peers import CONTESTANTS
+from tests.builders import small_config
+
+run = small_config(
+    Path(sys.argv[1]), Path(sys.argv[2]), training={"steps": 2}, optimizer={"state_dtype": "8bit"},
+    metrics={"enable_tensorboard": True}, validation={"enable": True}, data={"num_workers": 2},
+)
+code = train(run)
+work = Workload("debug", 1, 16, torch.device("cpu"), torch.float32, layers=2)
+race(work, {name: CONTESTANTS[name] for name in ("ours", "transformers default")}, 1, lambda text: None)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_eight_bit_states_and_many_workers_and_a_benchmark_write_no_errors(source_folder, tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(source_folder), str(tmp_path / "out")]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert (end.returncode, end.stderr) == (0, "")
+
+
+def test_other_messages_of_these_libraries_still_arrive(caplog):
+    quiet_libraries()
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).propagate = True  # caplog listens at the root
+        logging.getLogger(name).warning("another fault")
+    logging.getLogger("torchao").warning("Failed to load /some/_C.abi3.so: could not load this library")
+    assert [record.message for record in caplog.records] == ["another fault"] * 2
+    with pytest.warns(UserWarning, match="batch size"):
+        warnings.warn("This DataLoader has an odd batch size", stacklevel=1)
 
 
 if __name__ == "__main__":

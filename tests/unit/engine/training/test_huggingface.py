@@ -1,7 +1,6 @@
 """A run leaves a Hugging Face folder, and another run starts from it where the first one was."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from glm46.config.errors import UserError
 from glm46.operate.launch.train_rank import train
 from glm46.tasks.weights.start_folders import refuse_weights
+from tests.builders import metric_rows
 from tests.step_tensors import step_tensors
 
 
@@ -46,9 +46,9 @@ def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp
         optimizer={"lr": 1e-9},
     )
     assert train(second) == 0
-    lines = [json.loads(line) for line in Path(tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    lines = metric_rows(tmp_path / "out")
     ended = [line["validation_loss"] for line in lines if "validation_loss" in line][-1]
-    lines = [json.loads(line) for line in Path(tmp_path / "second/metrics.jsonl").read_text().splitlines()]
+    lines = metric_rows(tmp_path / "second")
     began = [line["validation_loss"] for line in lines if "validation_loss" in line][0]
     assert ended == pytest.approx(began, rel=2e-3)  # the folder holds BF16, the first run held FP32
     again = tmp_path / "second/huggingface/step-000001"

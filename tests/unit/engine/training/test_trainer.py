@@ -1,4 +1,7 @@
-"""A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked."""
+"""A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked.
+
+A checkpoint states the validation loss of its own step, or none.
+"""
 
 import gc
 import json
@@ -41,6 +44,7 @@ from glm46.storage.checkpoint.integrity import META, published_steps, step_folde
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining
+from tests.builders import metric_rows
 from tests.step_tensors import step_tensors, tensor_hashes
 
 SLOW = pytest.mark.slow
@@ -858,3 +862,24 @@ def test_a_start_that_is_refused_leaves_a_folder_as_it_was(refused, found, make_
     with pytest.raises(UserError):
         train(make_config(**{**refused, "job": job, "checkpoint": {**refused.get("checkpoint", {}), **apart}}))
     assert files() == before
+
+
+def test_a_checkpoint_has_the_loss_of_its_step_or_none(make_config):
+    config = make_config(
+        training={"steps": 4},
+        checkpoint={"interval": 1, "keep_latest_k": 1, "keep_best_k": 4, "keep_every": 1, "async_mode": "disabled"},
+        validation={"enable": True, "freq": 3, "steps": 1},
+    )
+    assert train(config) == 0
+
+    rows = metric_rows(config.job.dump_folder)
+    measured = {row["step"]: row["validation_loss"] for row in rows if row["kind"] == "validation"}
+    assert sorted(measured) == [0, 3, 4]
+
+    for step in range(1, 5):
+        folder = config.checkpoint_folder / f"step-{step:06d}"
+        manifest = json.loads((folder / "manifest.json").read_text())["body"]
+        meta = json.loads((folder / "meta.json").read_text())
+        assert manifest["validation_loss"] == measured.get(step)
+        assert manifest["validation_step"] == (step if step in measured else None)
+        assert meta["validation"].get("validation_loss") == measured.get(step)

@@ -1,11 +1,14 @@
 """Node-local files come together on shared storage whole, whatever interrupts the way; local copies go last.
 
 Two nodes are two folders: the parts are made by splitting a checkpoint, as a save on two nodes would leave them.
+
+The process that forks the programs of tests runs one of these programs.
 """
 
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -17,6 +20,7 @@ import torch
 from glm46.storage.checkpoint import gathering
 from glm46.storage.checkpoint.gathering import copy_part, parts_in, publish_gathered, whole_saves
 from glm46.storage.checkpoint.manager import CheckpointManager
+from tests.processes import PROGRAM_SECONDS
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / "scripts" / "consolidate_checkpoints.py"
@@ -195,3 +199,12 @@ def test_a_gathering_interrupted_at_any_copy_continues(cluster, monkeypatch, sur
     gather_all()
     check_gathered(cluster, 20)
     assert len(copies) == min(survived, 4)
+
+
+def test_clients_that_go_before_their_request_end_no_server(warm_python):
+    for sent in (b"", b"-", b"-[1, 2"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(Path(warm_python).with_name("socket")))
+            client.sendall(sent)
+    done = subprocess.run([warm_python, "-c", "print(1)"], capture_output=True, timeout=PROGRAM_SECONDS, check=True)
+    assert done.stdout == b"1\n"

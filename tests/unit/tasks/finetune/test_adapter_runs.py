@@ -16,7 +16,7 @@ from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.operate.launch.train_rank import train
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.tasks.weights.start_folders import refuse_weights
-from tests.builders import TINY
+from tests.builders import TINY, metric_rows
 from tests.step_tensors import step_tensors
 from tests.unit.storage.huggingface.adapters import adapters
 
@@ -50,7 +50,7 @@ def adapted(make_config, base: Path, *, in_hf: bool = False, name: str = "lora",
 
 
 def losses(folder: Path) -> list[float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = metric_rows(folder)
     return [row["validation_loss"] for row in rows if "validation_loss" in row]
 
 

@@ -13,6 +13,7 @@ from glm46.config.errors import UserError
 from glm46.engine.inference.loading import load_for_inference
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.stored_values import StepTensors
+from tests.builders import metric_rows
 from tests.step_tensors import step_tensors
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -56,7 +57,7 @@ def make_run(make_config, tmp_path):
 
 def figures(folder: Path) -> tuple[list, dict]:
     """Loss and gradient norm of each step with the validation after it, and the tensors of the last checkpoint."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(folder)
     keys = ("step", "tokens", "loss", "mtp_loss", "grad_norm", "validation_loss")
     steps = [{key: row[key] for key in keys if key in row} for row in rows]
     return steps, step_tensors(last_step(folder))

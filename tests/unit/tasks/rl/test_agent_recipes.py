@@ -25,6 +25,7 @@ from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
+from tests.builders import metric_rows
 from tests.unit.tasks.rl.samples import InRounds
 
 FOLDER = Path(__file__).parents[4] / "train_configs"
@@ -215,6 +216,6 @@ def test_a_small_policy_trains_by_a_recipe(recipe, make_run, tmp_path):
     program = "search_agent.py" if "search" in recipe.stem else "code_agent.py"
     assert config.rl.environment.command[1].endswith(program) and config.rl.algorithm == keys["algorithm"]
     assert train(config) == 0
-    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = metric_rows(tmp_path / "run")
     rows = [row for row in found if "reward" in row]
     assert len(rows) == 2 and all(row["dropped_samples"] == 0 and row["grad_norm"] > 0 for row in rows)

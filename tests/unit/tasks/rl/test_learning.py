@@ -1,9 +1,12 @@
 """Reinforcement learning learns: a small policy in seconds, and rl_debug.toml by three algorithms in the long test.
 
 python -m pytest tests/unit/tasks/rl/test_learning.py -m long
+
+Bounds of time, as shares within one run.
 """
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ import tomli_w
 
 from glm46.config.loader import load_config
 from glm46.operate.launch.train_rank import train
+from tests.builders import metric_rows
 
 ROOT = Path(__file__).parents[4]
 ALGORITHMS = {"gspo": [], "grpo": [], "ppo": ["--rl.critic.lr", "1e-3", "--rl.critic.warmup_tokens", "655360"]}
@@ -47,7 +51,7 @@ def two_tries(folder: Path, *, worker: bool) -> Path:
 
 
 def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(folder)
 
 
 @pytest.mark.slow
@@ -124,3 +128,22 @@ def test_the_file_of_two_turns_is_a_run(worker, tmp_path):
     assert config.rl is not None
     assert config.rl.environment is not None
     assert config.rl.environment.max_turns == 2
+
+
+RECIPE = Path(__file__).parents[4] / "train_configs" / "rl_debug.toml"
+
+
+@pytest.mark.slow
+def test_a_step_is_mostly_generation_and_passes(make_run, tmp_path):
+    """Steps of the debug recipe, with the fixture's reward, that random weights get some of."""
+    words = ["--job.dump_folder", str(tmp_path / "run"), "--metrics.log_freq", "1", "--training.steps", "6"]
+    words += ["--rl.rewards", '[{name = "format"}]', "--rl.validation=", "--validation.enable", "false"]
+    words += ["--checkpoint.initial_load_path=", "--checkpoint.initial_load_model_only=", "--checkpoint.interval", "6"]
+    words += ["--rl.warm_up_rollouts", "1"]
+    assert train(load_config(RECIPE, words, world_size=1)) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    shares = [row["overhead_ratio"] for row in map(json.loads, lines) if "loss" in row][1:]
+    print(shares)
+    # The goal is 0.1 on quiet cores, where 0.09 was measured. What is left is Python of one thread and two files that
+    # wait for the disk: other programs lengthen it more than products of matrices. A pass too many would be above 0.25.
+    assert len(shares) == 5 and statistics.median(shares) < 0.2

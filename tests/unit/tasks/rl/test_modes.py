@@ -28,12 +28,13 @@ from glm46.tasks.rl import journal, loop, rollouts
 from glm46.tasks.rl.journal import read_rollout, removable
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.rollout import local
+from tests.builders import metric_rows
 from tests.step_tensors import tensor_hashes
 from tests.terminal import terminal
 
 
 def rows(config) -> list[dict]:
-    return [json.loads(line) for line in Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(config.job.dump_folder)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights
 from glm46.tasks.weights.exports import write_weights
 from glm46.tasks.weights.weight_folders import WeightFolders
-from tests.builders import TINY
+from tests.builders import TINY, metric_rows
 
 MODEL = {"num_hidden_layers": 3, "n_shared_experts": 1, "use_qk_norm": True}
 ADAPTER = {"name": "lora", "rank": 8, "alpha": 8.0}
@@ -82,7 +82,7 @@ KEYS = {
     "adapter": {
         "name": "dora", "rank": 16, "expert_rank": 4, "alpha": 24.0, "targets": ["attention"],
         "layers": [1, 2],
-        "base_dtype": "how the base is held; tests/unit/tasks/rl/test_served_weights.py",
+        "base_dtype": "how the base is held; tests/unit/tasks/rl/test_server_check.py",
         "initial_load_path": "which weights are read",
     },
 }  # fmt: skip
@@ -358,7 +358,7 @@ def test_a_resume_computes_at_the_temperature_of_the_last_step_and_scales_nothin
                 checkpoint={"interval": 2, "async_mode": "disabled"},
             )
             assert train(config) == 0
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        lines = metric_rows(tmp_path / name)
         keys = ("step", "loss", "grad_norm", "router_temperature", "validation_loss")
         rows[name] = [{key: row[key] for key in keys if key in row} for row in lines]
     assert rows["whole"] == rows["parts"] and len(rows["whole"]) > 6

@@ -15,7 +15,7 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.operate.launch.train_rank import train
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.rl import task as rl_task
-from tests.builders import call_here
+from tests.builders import call_here, metric_rows
 from tests.step_tensors import step_tensors
 
 TOKENIZER = "train_configs/bytes.tiktoken"
@@ -70,7 +70,7 @@ def test_rl_gets_the_values_of_the_network_for_answers_without_their_end(make_ru
             wanted = [model(torch.tensor([row]), labels=torch.tensor([row])).values[0, -1].item() for row in rows]
             assert values == pytest.approx(wanted, abs=1e-5)
     assert len(seen) >= 3 and len({round(value, 4) for value in seen[0][1]}) > 1
-    lines = map(json.loads, (tmp_path / "rl/metrics.jsonl").read_text().splitlines())
+    lines = metric_rows(tmp_path / "rl")
     rows = [row for row in lines if "reward_part/model" in row]
     rollouts = [values for _, values in seen if len(values) == 8]  # the others are of answers that are shown
     assert len(rows) == 3
