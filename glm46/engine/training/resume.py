@@ -75,8 +75,15 @@ def _resumed_checkpoint(task: Task, checkpoints: CheckpointManager) -> int | Pat
     config = task.plan.config.checkpoint
     if not config.enable:
         return None
-    step = checkpoints.newest() if config.load_step == -1 else config.load_step
+    tensors = _tensors_to_fetch(task)
+    step = checkpoints.newest(tensors=tensors) if config.load_step == -1 else config.load_step
     return config.load_folder if step is None else step
+
+
+def _tensors_to_fetch(task: Task) -> dict[str, Tensor] | None:
+    """Return the tensors whose files are fetched from an object store; None for checkpoints on a disk, whose files are
+    all verified."""
+    return None if task.plan.config.checkpoint_url is None else checkpoint_tensors(task)
 
 
 def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> dict[Path, Kind]:
@@ -176,7 +183,8 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         raise Diverged(*on_first_rank(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
     first_bad_step = progress.bad_since_step if progress.skipped_in_a_row else progress.step
     config = task.plan.config.checkpoint
-    source: int | Path | None = checkpoints.newest(before=first_bad_step) if config.enable else None
+    tensors = _tensors_to_fetch(task)
+    source: int | Path | None = checkpoints.newest(before=first_bad_step, tensors=tensors) if config.enable else None
     if source is None and config.load_folder is not None:
         step = step_of(config.load_folder)
         source = config.load_folder if step is not None and step < first_bad_step else None

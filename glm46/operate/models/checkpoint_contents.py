@@ -29,7 +29,7 @@ class ListedTensor(NamedTuple):
 def content_faults(folder: Path, records: dict[str, FileRecord]) -> list[str]:
     """Return the faults in the bytes and the values of a checkpoint's files."""
     with suppress(OSError):  # an object that cannot be fetched stays a link, which the check of hashes reports
-        fetch_step(folder, 0, 1)
+        fetch_step(folder)
     faults = [fault for name, record in sorted(records.items()) for fault in check_hash(folder / name, record)]
     faults = faults or stored_not_finite(folder, records, ALONE)
     release_step(folder)

@@ -259,6 +259,21 @@ def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
+def files_of(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the files that hold parts of these tensors, on this rank; the metadata is checked. Tensors
+    that it lacks, or that have another shape there, are skipped. Not collective."""
+    entries = metadata.state_dict_metadata
+    present = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tuple(getattr(entries.get(name), "size", ())) == tensor.shape
+    }
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(dict(present), metadata, is_coordinator=False)
+    items = planner.create_local_plan().items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
+
+
 def _name_faults(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, optional: Sequence[str]) -> list[str]:
     faults = []
     for name, tensor in tensors.items():

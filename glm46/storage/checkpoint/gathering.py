@@ -11,10 +11,10 @@ object store is a destination too, see `glm46.storage.checkpoint.store_mirror`.
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from glm46.files.durable import FileRecord, hash_file, replace_durably, sync_folder
 from glm46.files.threads import map_in_threads
@@ -26,10 +26,14 @@ from glm46.storage.checkpoint.integrity import (
     read_manifest,
     records_of,
     step_folder,
+    step_of,
+    verify_folder,
 )
 from glm46.storage.checkpoint.publish import make_durably, remove, rename_draft, repair
 
 if TYPE_CHECKING:  # scripts/consolidate_checkpoints.py starts many processes, none of which needs torch
+    from torch import Tensor
+
     from glm46.compute.distributed.ranks import Ranks
 
 _COPY_BYTES = 1 << 22
@@ -42,6 +46,8 @@ class NodeFolder:
 
     path: Path
     is_leader: bool
+    name: tuple[str, str] = ("", "")
+    """Host name and path."""
     index: int = 0
     """Number of this rank among the ranks of its node."""
     count: int = 1
@@ -55,7 +61,7 @@ class NodeFolder:
         nodes = ranks.all_gather(node)
         members = [rank for rank, other in enumerate(nodes) if other == node]
         index = members.index(ranks.rank)
-        return cls(Path(path), is_leader=index == 0, index=index, count=len(members))
+        return cls(Path(path), is_leader=index == 0, name=node, index=index, count=len(members))
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class NodePart:
 
 class Destination:
     """The shared folder that saves are gathered in."""
+
+    is_partial = False
+    """True if `verify` makes readable only what it is told."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -101,12 +110,15 @@ class Destination:
         """See `publish_gathered`."""
         return publish_gathered(self.path, step, manifest)
 
-    def fetch(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> None:
-        """Make the files of a step folder readable on each node, as far as possible. Collective."""
+    def verify(
+        self, path: Path, node: NodeFolder | None, tensors: "Mapping[str, Tensor] | None", ranks: "Ranks"
+    ) -> tuple[dict[str, Any] | None, list[str]]:
+        """Return the manifest of a step folder, None if there are faults, and the faults; see `verify_folder`.
+        Collective. ``tensors``: those that will be read; None: all."""
+        return verify_folder(path, step_of(path), ranks)
 
-    def free(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> bool:
-        """Remove the files that `fetch` has made. Collective. Returns whether the step folder has lost them."""
-        return False
+    def free(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> None:
+        """Remove copies of files that `verify` has made. Collective."""
 
 
 def gather(node: NodeFolder, destination: Destination, ranks: "Ranks") -> None:

@@ -22,12 +22,10 @@ from glm46.storage.checkpoint.integrity import (
     read_meta,
     records_of,
     step_folder,
-    step_of,
-    verify_folder,
 )
 from glm46.storage.checkpoint.publish import Retention, repair, set_aside
 from glm46.storage.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, encode_meta, save_now
-from glm46.storage.checkpoint.store_mirror import StoreDestination
+from glm46.storage.checkpoint.store_destination import StoreDestination
 
 _LOG = logging.getLogger(__name__)
 
@@ -179,13 +177,14 @@ class CheckpointManager:
         self._wait_for_save()
         return self._background.take_ended()
 
-    def newest(self, *, before: int | None = None) -> int | None:
+    def newest(self, *, before: int | None = None, tensors: Mapping[str, Tensor] | None = None) -> int | None:
         """Return the newest complete and undamaged step, or None if there is no checkpoint. Collective.
 
         Gathers node-local saves first. Skips damaged checkpoints with a warning for each fault.
 
         Args:
             before: look only at smaller steps than this.
+            tensors: those that will be loaded; from an object store only their files are read. None: all files.
 
         Raises:
             UserError: every checkpoint is damaged. Starting from step 0 is then the user's decision.
@@ -201,7 +200,7 @@ class CheckpointManager:
         steps_of_first_rank = stage.values[0]
         bad: list[str] = []
         for step in reversed(steps_of_first_rank):
-            _, faults = self._verify(step_folder(self.folder, step))
+            _, faults = self._verify(step_folder(self.folder, step), tensors)
             if not faults:
                 return step
             bad += faults
@@ -242,7 +241,7 @@ class CheckpointManager:
         """
         self._wait_for_save()
         path = step_folder(self.folder, source) if isinstance(source, int) else Path(source)
-        manifest, faults = self._verify(path)
+        manifest, faults = self._verify(path, tensors)
         if manifest is None:
             raise UserError(*faults)
         files = records_of(manifest)
@@ -255,8 +254,7 @@ class CheckpointManager:
             self._loaded_step = source
             self._branch_point = source
         meta_of_first_rank = stage.values[0]
-        if self._destination.free(path, self._target.node, self._ranks):
-            del self._verified[path]  # the next load fetches the files again
+        self._destination.free(path, self._target.node, self._ranks)
         return meta_of_first_rank
 
     def _begin(
@@ -297,15 +295,19 @@ class CheckpointManager:
                         _LOG.warning("%s: belongs to a branch that this run has left; it can be deleted", aside)
         self._branch_point = None
 
-    def _verify(self, path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    def _verify(self, path: Path, tensors: Mapping[str, Tensor] | None) -> tuple[dict[str, Any] | None, list[str]]:
         """Return the manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless
         the manifest records that the save checked them. Collective."""
-        if path not in self._verified:
-            self._destination.fetch(path, self._target.node, self._ranks)
-            manifest, faults = verify_folder(path, step_of(path), self._ranks)
-            if manifest is not None and not manifest.get("finite", False):
-                faults = stored_not_finite(path, records_of(manifest), self._ranks)
-            if manifest is None or faults:
-                return None, faults
+        if path in self._verified:
+            return self._verified[path], []
+        node = self._target.node
+        manifest, faults = self._destination.verify(path, node, tensors, self._ranks)
+        if manifest is not None and not manifest.get("finite", False):
+            if self._destination.is_partial:
+                _, faults = self._destination.verify(path, node, None, self._ranks)
+            faults = faults or stored_not_finite(path, records_of(manifest), self._ranks)
+        if manifest is None or faults:
+            return None, faults
+        if not self._destination.is_partial:
             self._verified[path] = manifest
-        return self._verified[path], []
+        return manifest, []

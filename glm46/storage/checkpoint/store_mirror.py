@@ -8,18 +8,13 @@ they are read. What lists, compares and selects checkpoints reads the mirror lik
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from glm46.config.errors import UserError
 from glm46.config.store_address import is_store_address, store_url
-from glm46.files.durable import FileRecord
-from glm46.files.store import OBJECTS_AT_ONCE, Store, StoredObject, fetch_links, link, mark_mirror, store_of
-from glm46.files.store_lease import Lease
-from glm46.files.threads import map_in_threads
-from glm46.storage.checkpoint.gathering import Destination, NodeFolder, NodePart
+from glm46.files.store import Store, StoredObject, fetch_links, link, mark_mirror, store_of
 from glm46.storage.checkpoint.integrity import (
     MANIFEST,
     META,
@@ -30,9 +25,6 @@ from glm46.storage.checkpoint.integrity import (
     step_of,
 )
 from glm46.storage.checkpoint.publish import LATEST
-
-if TYPE_CHECKING:  # the launcher lists checkpoints before torch is imported
-    from glm46.compute.distributed.ranks import Ranks
 
 _FILES = (MANIFEST, META)
 """Objects that a mirror holds as files."""
@@ -132,17 +124,12 @@ def _mirror_step(store: Store, path: Path, manifest: bytes, objects: Mapping[str
     draft.rename(path)
 
 
-def fetch_step(path: Path, index: int, count: int) -> None:
+def fetch_step(path: Path, names: Collection[str] | None = None) -> None:
     """Replace the links of a step folder in a mirror by the content of the objects, verified. Raises OSError for the
-    first object that cannot be read or has other bytes; it stays a link.
-
-    Args:
-        index, count: fetch this share of the files, largest first.
-    """
+    first object that cannot be read or has other bytes; it stays a link. ``names``: files to fetch; None: all."""
     body, _ = read_manifest(path, None)
     records = {} if body is None else records_of(body)
-    largest_first = sorted(records, key=lambda name: -records[name].bytes)
-    fetch_links(path, largest_first[index::count], records)
+    fetch_links(path, records if names is None else names, records)
 
 
 def release_step(path: Path) -> None:
@@ -154,95 +141,3 @@ def release_step(path: Path) -> None:
     for name in records_of(body):
         if name not in _FILES and (path / name).is_file():
             link(path / name, store.url_of(f"{path.name}/{name}"))
-
-
-class StoreDestination(Destination):
-    """The prefix of an object store that saves are gathered in; ``path`` is the mirror on this node."""
-
-    def __init__(self, path: Path, url: str):
-        super().__init__(path)
-        self.store = Store(url)
-        self.lease = Lease(self.store)
-
-    def open(self, ranks: "Ranks") -> None:
-        """Take the lease of the prefix on the first rank."""
-        with ranks.stage("taking the lease of the prefix") as stage:
-            if ranks.is_first:
-                stage.value = self.lease.acquire()
-        holder = stage.values[0]
-        if holder is not None:
-            fault = f"checkpoint.folder = {self.store.url!r}: {holder} is training in this prefix"
-            raise UserError(f"{fault}; wait for it, or set another one")
-
-    def close(self) -> None:
-        """Give the lease back."""
-        self.lease.release()
-
-    def refresh(self, *, is_first: bool) -> None:
-        """Read the list of checkpoints from the store."""
-        refresh_mirror(self.store.url, self.path)
-
-    def begin(self, save: NodePart) -> None:
-        """Remove what interrupted uploads have left, and the checkpoint that this save replaces."""
-        objects = self.store.objects()
-        names = {PurePosixPath(name).parts[0] for name in objects if "/" in name}
-        target = step_folder(self.path, save.step).name
-        for name in sorted(names):
-            # A listing may lag behind the manifest of a complete checkpoint.
-            is_step = step_of(self.path / name) is not None
-            if is_step and name != target and self.store.size(f"{name}/{MANIFEST}") is None:
-                self.store.remove_folder(name, first=MANIFEST)
-        self.store.remove([f"{target}/{MANIFEST}"])
-        files = {f"{target}/{name}" for name in save.all_files}
-        self.store.remove(name for name in objects if name.startswith(f"{target}/") and name not in files)
-
-    def copy(self, local: Path, save: NodePart) -> list[str]:
-        """Upload this node's files of a save, each read back; equal objects are not sent again."""
-        source = step_folder(local, save.step)
-        body, faults = read_manifest(source, save.step)
-        if body is None:
-            return faults
-        records = records_of(body)
-
-        def upload(name: str) -> None:
-            self.store.put(source / name, f"{source.name}/{name}", records[name])
-
-        present = [name for name, record in records.items() if _has_length(source / name, record)]
-        map_in_threads(upload, present, OBJECTS_AT_ONCE)
-        return []
-
-    def publish(self, step: int, manifest: bytes) -> list[str]:
-        """Write the manifest, after all other objects, and the name of the newest checkpoint."""
-        name = step_folder(self.path, step).name
-        if not self.lease.is_held():
-            return [f"{self.store.url}: another run has taken this prefix, because this one could not reach it"]
-        self.store.write(f"{name}/{MANIFEST}", manifest)
-        if self.store.read(f"{name}/{MANIFEST}") != manifest:
-            self.store.remove([f"{name}/{MANIFEST}"])
-            return [f"{self.store.url_of(name)}/{MANIFEST}: arrived with other bytes"]
-        self.store.write(LATEST, name.encode() + b"\n")
-        return []
-
-    def fetch(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> None:
-        """Fetch the files of a step in the mirror to each node; its ranks share the work. A file that cannot be fetched
-        stays a link, which `verify_folder` reports."""
-        if node is None or path.parent != self.path:
-            return
-        with ranks.stage("listing the store"):
-            if node.is_leader and not path.is_dir():
-                self.refresh(is_first=ranks.is_first)
-        with ranks.stage(f"fetching {path.name}"), suppress(OSError):
-            fetch_step(path, node.index, node.count)
-
-    def free(self, path: Path, node: NodeFolder | None, ranks: "Ranks") -> bool:
-        """Replace the fetched files of a step in the mirror by links."""
-        if node is None or path.parent != self.path:
-            return False
-        with ranks.stage("freeing fetched files"):
-            if node.is_leader:
-                release_step(path)
-        return True
-
-
-def _has_length(path: Path, record: FileRecord) -> bool:
-    return path.is_file() and path.stat().st_size == record.bytes
