@@ -21,6 +21,7 @@ from glm46.operate.launch.config_options import config_parser, parse_with_overri
 from glm46.operate.launch.fetched_config import fetched_overrides
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.huggingface.hub import fetched_keys, local_inputs
+from glm46.storage.huggingface.stored_folder import local_output
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -34,7 +35,9 @@ def prepare_command(argv: Sequence[str]) -> int:
     from glm46.storage.prepare.pipeline import prepare_run, prepare_text  # numpy: --help and refusals need none
 
     if isinstance(source, TextRecipe):
-        prepare_text(source, report=print_line, local_inputs=local_inputs)
+        with local_output(Path(source.output)) as folder:
+            local_source = source.model_copy(update={"output": str(folder)})
+            prepare_text(local_source, report=print_line, local_inputs=local_inputs)
         return 0
     for name, manifest in prepare_run(source, report=print_line, local_inputs=local_inputs).items():
         validation = manifest.splits["validation"]

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from glm46.config.field_rules import OF_TEXT, AtMost, Excludes
 from glm46.config.model import ModelShape, RopeScalingConfig
-from glm46.config.section import CountOrAll, LocalPath, Section
+from glm46.config.section import CountOrAll, OnHub, Section, StoredPath
 from glm46.config.text_recipe import Recipe
 
 
@@ -17,8 +17,9 @@ class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in logs and metrics."""
 
-    path: LocalPath = Field(min_length=1)
-    """Folder with manifest.json and the shards that ``python -m glm46 prepare`` wrote."""
+    path: Annotated[StoredPath, OnHub("dataset")] = Field(min_length=1)
+    """Folder with manifest.json and the shards that ``python -m glm46 prepare`` wrote; or its URL in an object store,
+    from which each node fetches it."""
 
     weight: float = Field(1.0, gt=0.0)
     """Share of the training tokens, relative to the other sources. Exact in tokens, not in documents."""

@@ -106,6 +106,14 @@ LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
 
 
+def _path_or_url(path: str) -> str:
+    return store_url(path) if is_store_address(path) else _no_url(path)
+
+
+StoredPath = Annotated[str, AfterValidator(_path_or_url)]
+"""A file or folder of this machine, or a URL of an object store."""
+
+
 def _inside(path: str) -> str:
     if not path or path.startswith("~") or ".." in path.replace("\\", "/").split("/"):
         raise ValueError("must be an absolute path, or one inside job.dump_folder, without ~ or ..; correct it")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from glm46.config.field_rules import Needs
-from glm46.config.section import DataFile, LocalPath, ModelFolder, OnHub, Removed, Section
+from glm46.config.section import DataFile, LocalPath, ModelFolder, OnHub, Removed, Section, StoredPath
 
 CHAT_FORMATS = ("chat", "messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""
@@ -116,8 +116,8 @@ class Recipe(Section):
 class TextRecipe(Recipe):
     """The options of ``python -m glm46 prepare --input ... --output ...``."""
 
-    output: LocalPath = Field(min_length=1)
-    """Folder to write; the ``path`` of a source in a training run."""
+    output: StoredPath = Field(min_length=1)
+    """Folder to write, or a URL of an object store; the ``path`` of a source in a training run."""
 
     processes: int | None = Field(None, ge=1)
     """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""

@@ -1,5 +1,6 @@
 """Folders of weights in an object store: published whole, fetched once, compared with their hashes."""
 
+import json
 from argparse import Namespace
 from itertools import count
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.commands.convert import convert_command
+from glm46.commands.prepare import prepare_command
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.files import store as store_module
@@ -174,3 +176,29 @@ def test_options_that_are_urls_become_folders(url, weights):
     folder = cache_folder(url)
     assert fetch_options(arguments, "model", "tokenizer", "adapter") == {str(Path(url)): str(folder)}
     assert arguments.model == folder and arguments.tokenizer == str(folder)
+
+
+def test_shards_are_prepared_into_a_store_and_trained_on(url, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number}.txt").write_text(f"def function_{number}(value):\n    return value + {number}\n" * 9)
+    options = ["--input", str(text), "--held_out", "0.1", "--deduplicate", "exact", "--processes", "1"]
+    assert prepare_command([*options, "--output", url]) == 0
+    assert prepare_command([*options, "--output", str(tmp_path / "shards")]) == 0
+    config = small_config(Path("unused"), tmp_path / "out", data={"sources": [{"name": "test", "path": url}]})
+    file = tmp_path / "run.toml"
+    file.write_text(dump_config(config))
+    loaded = load_fetched(file, [], world_size=1)
+    assert loaded.data.sources[0].path == str(cache_folder(url))
+    assert dump_config(loaded) == dump_config(config)
+    assert train(loaded) == 0
+    local = small_config(tmp_path / "shards", tmp_path / "local")
+    assert train(local) == 0
+    losses = [[line for line in metrics_of(run) if "loss" in line] for run in (loaded, local)]
+    assert [row["loss"] for row in losses[0]] == [row["loss"] for row in losses[1]] and losses[0]
+
+
+def metrics_of(config) -> list[dict]:
+    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
