@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.config.options import VerbParser, integer, number, verb_parser, whole
+from glm46.config.options import VerbParser, integer, number, positive, verb_parser, whole
 from glm46.operate.launch.model_options import add_model_options
 
 _NEW_TOKENS = 128
@@ -70,4 +70,10 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--seed", type=whole(-(2**63), 2**64 - 1), default=0, help="of the sampling")
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
+    parser.add_argument(
+        "--draft-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens that they draft at once, with --speculative; default: one per layer",
+    )
     return parser

@@ -1,6 +1,8 @@
 """Multi-token prediction: each depth is a decoder layer that predicts one token further ahead than the previous one.
 Depths may share a layer."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -70,3 +72,20 @@ def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
     for k in range(1, len(predictions)):
         accepted[k - 1, :, :-k] &= predictions[0, :, k:] == predictions[k, :, :-k]
     return accepted
+
+
+def unbroken(places: Tensor) -> Tensor:
+    """Mark the places where this depth and all previous ones are marked, [K, B, S]: drafts after a rejected one are
+    lost. ``places``: bool [K, B, S]."""
+    return places.cumprod(0) > 0
+
+
+def acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -> float:
+    """Compute the mean number of tokens of a step of speculative decoding: one token of the main model, and the drafts
+    before the first rejected one.
+
+    Args:
+        accepted: for each depth, the number of `unbroken` places of `accepted_drafts`.
+        drafts: the same for `draft_places`.
+    """
+    return 1.0 + sum(count / max(total, 1) for count, total in zip(accepted, drafts, strict=True))

@@ -47,10 +47,12 @@ def _loss_table(result: Result) -> list[str]:
 def _drafts_table(result: Result) -> list[str]:
     sources = result["sources"]
     total = {name: np.sum([counts[name] for counts in sources.values()], axis=0) for name in ("accepted", "drafts")}
-    rows: Rows = [("source", *(f"depth {k + 1}" for k in range(len(total["drafts"]))), "drafts")]
+    total["length"] = result["columns"]["mtp_acceptance_length"]
+    rows: Rows = [("source", *(f"depth {k + 1}" for k in range(len(total["drafts"]))), "tokens per step", "drafts")]
     for name, counts in (sources | {"all": total}).items():
         shares = np.divide(counts["accepted"], np.maximum(counts["drafts"], 1.0))
-        rows.append((name, *(f"{share:.4f}" for share in shares), f"{sum(counts['drafts']):,.0f}"))
+        length = f"{counts['length']:.3f}"
+        rows.append((name, *(f"{share:.4f}" for share in shares), length, f"{sum(counts['drafts']):,.0f}"))
     return _lines("Drafts of the prediction layers that are the model's most likely token", rows)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle, islice
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +40,11 @@ def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:
     return f"prompts by {describe_core(device, dtype)}, new tokens by {token_kernel}"
 
 
+def drafted_tokens(model: Transformer, drafts: bool | int) -> int:
+    """Return the number of tokens that the prediction layers draft, see `Decoder`."""
+    return model.shape.num_nextn_predict_layers if drafts is True else int(drafts)
+
+
 class Decoder:
     """A model with a cache. Use it as a context manager, which restores the model at exit.
 
@@ -49,7 +55,8 @@ class Decoder:
         model: the model; on a mesh, this rank's part.
         batch: maximum number of rows.
         max_length: positions of each row, for prompt, new tokens and drafts.
-        drafts: also run the prediction layers, which `draft_hidden` needs.
+        drafts: also run the prediction layers, which `draft_hidden` needs: the number of tokens that they draft, or
+            True for one per layer. Draft k is of layer k modulo their number.
         record: store the experts that each token chose, next to its keys and values.
         cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward. These kernels
             copy most weights.
@@ -62,7 +69,7 @@ class Decoder:
         *,
         batch: int,
         max_length: int,
-        drafts: bool = False,
+        drafts: bool | int = False,
         record: bool = False,
         cpu_kernels: bool = True,
         mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
@@ -78,10 +85,11 @@ class Decoder:
         self._cpu_kernels = cpu_kernels
         self.batch = batch
         self.max_length = max_length
-        self.depth = model.shape.num_nextn_predict_layers if drafts else 0
+        self.depth = drafted_tokens(model, drafts)
         """Number of tokens that the prediction layers draft."""
         self._blocks = cast(list[TransformerBlock], list(model.layers.values()))
-        self._drafting = cast(list[MTPLayer], list(model.mtp.values())[: self.depth])  # empty before the last stage
+        prediction_layers = cast(list[MTPLayer], list(model.mtp.values()))  # empty before the last stage
+        self._drafting = list(islice(cycle(prediction_layers), self.depth))
         self._main = [CachedCore(block.self_attn, batch, max_length) for block in self._blocks]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, Any]] = []
@@ -103,7 +111,7 @@ class Decoder:
         again. Call it after they have changed."""
         for core in (*self._main, *self._mtp):
             core.take_weights()
-        self._few: dict[CachedCore, few_tokens.Layer | None] = {}
+        self._few: dict[TransformerBlock, few_tokens.Layer | None] = {}
         self._head: few_tokens.Product | None = None
         head = self.model.lm_head
         self._has_head = self._cpu_kernels and head is not None and few_tokens.is_plain(head)
@@ -120,7 +128,7 @@ class Decoder:
 
     def __exit__(self, *_: object) -> None:
         self._kernels.__exit__(None, None, None)
-        for attention, core in self._plain:
+        for attention, core in reversed(self._plain):  # the layer of several depths is there more than once
             attention.core = core
         self._plain.clear()
 
@@ -186,10 +194,10 @@ class Decoder:
         return self._through_layers(tokens, self._slots(tokens, starts))
 
     def draft_hidden(self, k: int, hidden: Tensor, tokens: Tensor, starts: Sequence[int]) -> Tensor:
-        """Compute hidden states of prediction layer k, [B, S, D]. The state of position i predicts token i + k + 2.
+        """Compute hidden states of prediction depth k, [B, S, D]. The state of position i predicts token i + k + 2.
 
         Args:
-            hidden: [B, S, D], hidden states of the model (k = 0) or of layer k - 1 at the same positions.
+            hidden: [B, S, D], hidden states of the model (k = 0) or of depth k - 1 at the same positions.
             tokens: int64 [B, S], token i + k + 1 for position i.
             starts: see `hidden`.
         """
@@ -280,12 +288,13 @@ class Decoder:
         is_real: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a layer; return hidden states and, if they are recorded, the experts that the tokens chose."""
+        block.self_attn.core = core  # a layer of several depths has a cache for each
         core.place = place
         options = self.model.routing(_OPTIONS if self._routes is None else _RECORD)
         if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
-            if core not in self._few:
-                self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
-            if (layer := self._few[core]) is not None:
+            if block not in self._few:
+                self._few[block] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
+            if (layer := self._few[block]) is not None:
                 return layer(x, rope, core, options)
         output = block(x, rope, place.layout, is_real, options)
         return output.hidden, output.statistics and output.statistics.routes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glm46.compute.model.init import signed
 from glm46.compute.model.transformer import Transformer
-from glm46.engine.inference.decoder import Decoder
+from glm46.engine.inference.decoder import Decoder, drafted_tokens
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.sampling import Sampling, sample
 
@@ -64,13 +64,13 @@ def decoder_for(
     model: Transformer,
     continuations: Sequence[Continuation],
     *,
-    drafts: bool = False,
+    drafts: bool | int = False,
     cpu_kernels: bool = True,
     mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
 ) -> Decoder:
-    """Build a decoder with a row for each of these continuations."""
+    """Build a decoder with a row for each of these continuations; further arguments as in `Decoder`."""
     max_length = max((len(item.prompt) + item.max_new_tokens for item in continuations), default=1)
-    max_length += model.shape.num_nextn_predict_layers + 1 if drafts else 0
+    max_length += drafted_tokens(model, drafts) + 1 if drafts else 0
     return Decoder(
         model, batch=len(continuations), max_length=max_length, drafts=drafts, cpu_kernels=cpu_kernels, mesh=mesh
     )
@@ -253,9 +253,9 @@ class Generation:
         return accepted
 
     def _draft(self, hidden: Tensor | None, following: list[list[int]], starts: Sequence[int]) -> list[list[int]]:
-        """Draft one token per prediction layer after the last token of each row.
+        """Draft one token per prediction depth after the last token of each row.
 
-        A layer reads the draft of the previous layer. If that draft is rejected later, its slot in the cache keeps the
+        A depth reads the draft of the previous one. If that draft is rejected later, its slot in the cache keeps the
         wrong keys: later drafts are slightly worse, but the text is the same.
 
         Args:

@@ -59,6 +59,13 @@ METRICS: tuple[Metric, ...] = (
         "Positions where a prediction layer's most likely token is the main model's for the same place.",
         "depth",
     ),
+    Metric(
+        "mtp_acceptance_length",
+        "tokens",
+        "loss",
+        "Mean tokens of a step of speculative decoding: one of the main model, and the drafts before the first that "
+        "differs from the main model's most likely token.",
+    ),
     Metric("rewards/margins", "nats", "loss", "Mean reward of chosen completions less that of rejected ones."),
     Metric("rewards/accuracies", "ratio", "loss", "Pairs with a margin above 0; one of exactly 0 counts half."),
     Metric(
@@ -172,6 +179,14 @@ METRICS: tuple[Metric, ...] = (
         "mtp_acceptance on held-out documents.",
         None,
         "mtp_acceptance",
+    ),
+    Metric(
+        "validation_mtp_acceptance_length",
+        "tokens",
+        "validation",
+        "mtp_acceptance_length on held-out documents.",
+        None,
+        "mtp_acceptance_length",
     ),
     Metric(
         "validation_rewards/margins",

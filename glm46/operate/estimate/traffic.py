@@ -249,10 +249,10 @@ class _Step(MicroBatchTraffic):
         for axis in (axis for axes in axes_of for axis in axes):
             yield Call(axis, "all_reduce", "gradient norm", 1, FP32)
         yield Call("pp", "all_reduce", "gradient norm", 1, FP32)
-        # Without preferences: loss, and of each prediction depth loss and accepted drafts. With preferences: loss,
-        # correct order or divergence, sum of chosen halves, and two values of each half. Both: two auxiliary losses,
-        # norm.
-        loss_sums = 1 + 2 * self.depths if self.config.preference is None else 7
+        # Without preferences: loss, and of each prediction depth loss, accepted drafts and accepted runs. With
+        # preferences: loss, correct order or divergence, sum of chosen halves, and two values of each half. Both: two
+        # auxiliary losses, norm.
+        loss_sums = 1 + 3 * self.depths if self.config.preference is None else 7
         sums = (loss_sums + 3) * FP64
         routers = sum(layer_counts(self.shape)[1:])
         counts = routers * (self.shape.n_routed_experts + 1) * INDEX

@@ -88,6 +88,13 @@ def evaluate_parser() -> VerbParser:
         "default: 32",
     )
     parser.add_argument(
+        "--draft-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens that the prediction layers draft at once (drafts); default: mtp.depths of the checkpoint, or one "
+        "per layer",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
@@ -117,6 +124,8 @@ def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
     option has no effect."""
     if arguments.thinking and not arguments.apply_chat_template:
         raise UserError("--thinking: belongs to --apply-chat-template; add it")
+    if arguments.draft_tokens is not None and "drafts" not in arguments.tasks:
+        raise UserError("--draft-tokens: belongs to the task drafts; add it to --tasks")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
         raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
     if set(arguments.tasks) <= set(TASKS):

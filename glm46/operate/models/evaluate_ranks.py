@@ -50,6 +50,8 @@ class _Training(NamedTuple):
     seq_len: int | None = None
     """Sequence length of the validation."""
     document_mask: bool = False
+    depths: int | None = None
+    """`mtp.depths`."""
     sources: Mapping[str, Path] = MappingProxyType({})
 
 
@@ -184,6 +186,7 @@ def _training(checkpoint: Path | None) -> _Training:
         window=max((stage.seq_len for stage in stages if stage.first < samples), default=stages[0].seq_len),
         seq_len=config.training.seq_len,
         document_mask=config.data.document_mask,
+        depths=config.mtp.depths,
         sources={source.name: Path(source.path) for source in config.data.sources},
     )
 
@@ -197,7 +200,7 @@ def _measures(
 ) -> dict[str, Measure]:
     """Create the measures of the requested tasks, in the order of `TASKS`."""
     tokenizer = loaded.tokenizer
-    depths = loaded.model.shape.num_nextn_predict_layers
+    depths = arguments.draft_tokens or training.depths or loaded.model.shape.num_nextn_predict_layers
     usual: dict[str, Any] = {"samples": arguments.samples, "seed": _SEED}
     make_loss = partial(
         Loss,

@@ -45,6 +45,8 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         ]
     if not arguments.chat and (arguments.system is not None or arguments.thinking or arguments.tools is not None):
         faults.append("--system, --thinking and --tools belong to --chat; add it")
+    if arguments.draft_tokens is not None and not arguments.speculative:
+        faults.append("--draft-tokens: belongs to --speculative; add it")
     if arguments.keep_thoughts and (arguments.prompt or not arguments.chat):
         faults.append("--keep-thoughts: belongs to --chat without --prompt, where there are past thoughts")
     if arguments.reasoning_effort and not (arguments.chat and arguments.thinking):

@@ -71,7 +71,7 @@ def _generation(
     stop: frozenset[int],
 ) -> Generation:
     return Generation(
-        decoder_for(loaded.model, rows, drafts=arguments.speculative, mesh=loaded.mesh),
+        decoder_for(loaded.model, rows, drafts=arguments.draft_tokens or arguments.speculative, mesh=loaded.mesh),
         rows,
         sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
         stop=stop,

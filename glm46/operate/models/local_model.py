@@ -130,6 +130,7 @@ class LocalModel:
             max_new_tokens=max_new_tokens,
             tools=None,
             speculative=False,
+            draft_tokens=None,
             stop_token=[],
         )
         raise_for_options(arguments)

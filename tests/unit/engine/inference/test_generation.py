@@ -22,6 +22,7 @@ from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference import decoder as decoder_module
 from glm46.engine.inference import few_tokens, sampling
+from glm46.engine.inference.cache import CachedCore
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.sampling import Sampling, continue_tokens
@@ -74,8 +75,8 @@ def predictable(request):
 def generate(model, prompts, *, new=20, stop=(), speculative=False, seed=0, **sampling):
     rows, rounds = [Continuation(prompt, new, seed) for prompt in prompts], 0
     generation = Generation(
-        decoder_for(model, rows, drafts=speculative), rows, sampling=Sampling(**sampling), stop=frozenset(stop),
-        vocab_size=model.shape.vocab_size - 3,
+        decoder_for(model, rows, drafts=speculative), rows, sampling=Sampling(**sampling),
+        stop=frozenset(stop), vocab_size=model.shape.vocab_size - 3,
     )  # fmt: skip
     for _ in generation:
         rounds += 1
@@ -210,28 +211,36 @@ def test_a_product_equals_that_of_the_concatenated_weights(packed_from, biases, 
 
 
 @pytest.mark.slow
-def test_drafts_equal_the_predictions_in_training(predictable):
-    text = torch.randint(0, 24, (1, 14))
-    ahead = torch.stack([text[:, k : k + 11] for k in range(1, 4)], 1)
-    sums = predictable(text[:, :11], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
-    with torch.inference_mode(), Decoder(predictable, batch=1, max_length=16, drafts=True) as decoder:
+@pytest.mark.parametrize("depths", [None, 3])
+def test_drafts_equal_the_predictions_in_training(predictable, depths):
+    """Also if a layer drafts more than one token: each of its depths has its own keys and values."""
+    count = depths or 2
+    text = torch.randint(0, 24, (1, 12 + count))
+    ahead = torch.stack([text[:, k : k + 11] for k in range(1, count + 2)], 1)
+    sums = predictable(text[:, :11], labels=ahead[:, 0], mtp_input_ids=ahead[:, :count], mtp_labels=ahead[:, 1:])
+    with torch.inference_mode(), Decoder(predictable, batch=1, max_length=16, drafts=depths or True) as decoder:
+        assert decoder.depth == (depths or 2)
         hidden = decoder.hidden(text[:, :11], [0])
-        for k in range(2):
+        for k in range(decoder.depth):
             hidden = torch.cat(
                 [decoder.draft_hidden(k, hidden[:, i : i + 1], text[:, i + k + 1 : i + k + 2], [i]) for i in range(11)],
                 1,
             )
             assert torch.equal(decoder.logits(hidden).argmax(-1), sums.predictions[k + 1])
+    layers = [*predictable.layers.values(), *(layer.block for layer in predictable.mtp.values())]
+    assert not any(isinstance(layer.self_attn.core, CachedCore) for layer in layers)
 
 
 @pytest.mark.parametrize("prompts", [[[0, 1, 2, 3]], [[0, 1, 2, 3], [4, 6, 8, 10, 12, 14], [20, 22, 0]]])
-def test_good_drafts_save_rounds_and_keep_all_tokens(predictable, prompts):
+@pytest.mark.parametrize("depths", [None, 5])
+def test_good_drafts_save_rounds_and_keep_all_tokens(predictable, prompts, depths):
     plain, rounds, _ = generate(predictable, prompts, new=24)
-    fast, fewer, rows = generate(predictable, prompts, new=24, speculative=True)
+    fast, fewer, rows = generate(predictable, prompts, new=24, speculative=depths or True)
     assert fast == plain and plain[0][:4] == [4, 5, 6, 7]
     assert rounds == 24 and fewer <= 16
     assert all(0 < row.accepted <= row.drafted for row in rows)
-    assert 0.4 * sum(row.drafted for row in rows) < sum(row.accepted for row in rows)
+    if depths is None:  # the layers have not learned to draft more than one token each
+        assert 0.4 * sum(row.drafted for row in rows) < sum(row.accepted for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,25 @@
 """The loss of a step is one mean, however its tokens are cut into micro-batches."""
 
+from operator import truediv
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from glm46.compute.model.mtp import accepted_drafts
+from glm46.compute.model.mtp import acceptance_length, accepted_drafts, draft_places, unbroken
 from glm46.compute.model.transformer import LossSums
-from glm46.config.moe import MoEConfig
+from glm46.config.moe import MoEConfig, MTPConfig
 from glm46.config.presets import PRESETS
 from glm46.engine.training.balance import auxiliary_loss
 from glm46.engine.training.totals import count_half_pairs
 from glm46.run.flops import batch_flops, training_flops
-from glm46.tasks.pretrain.next_token import count_drafts, count_targets, next_token_loss
+from glm46.tasks.pretrain.next_token import (
+    NextToken,
+    count_draft_runs,
+    count_drafts,
+    count_targets,
+    next_token_loss,
+)
 
 
 def sums(loss: float, mtp: list[float], aux: tuple[float, float]) -> LossSums:
@@ -44,8 +53,9 @@ def test_tokens_are_counted_where_they_have_a_target():
         "labels": torch.tensor([[5, -100, 7], [-100, -100, -100]]),
         "mtp_labels": torch.tensor([[[1, 2, -100], [1, -100, -100]], [[-100] * 3, [-100] * 3]]),
     }
-    assert count_targets([batch, batch], depths=2) == {"targets": 4, "mtp_targets": [4, 2], "drafts": [4, 2]}
-    assert count_targets([], depths=2) == {"targets": 0, "mtp_targets": [0, 0], "drafts": [0, 0]}
+    counts = {"targets": 4, "mtp_targets": [4, 2], "drafts": [4, 2], "draft_runs": [4, 2]}
+    assert count_targets([batch, batch], depths=2) == counts
+    assert count_targets([], depths=2) == {name: [0, 0] if name != "targets" else 0 for name in counts}
 
 
 def test_a_draft_is_accepted_when_the_model_itself_says_the_same_later():
@@ -63,6 +73,40 @@ def test_a_draft_is_accepted_when_the_model_itself_says_the_same_later():
                     expected[k - 1] += int(predictions[k, row, i] == predictions[0, row, i + k])
     assert accepted_drafts(predictions, mtp_labels).sum((1, 2)).tolist() == expected
     assert count_drafts(mtp_labels) == drafts
+
+
+def test_a_step_of_decoding_takes_the_drafts_before_the_first_rejected_one():
+    generator = torch.Generator().manual_seed(0)
+    rows, depths, length = 3, 3, 30
+    predictions = torch.randint(0, 2, (1 + depths, rows, length), generator=generator)
+    mtp_labels = torch.randint(-1, 5, (rows, depths, length), generator=generator)
+    mtp_labels[mtp_labels == -1] = -100
+    accepted = accepted_drafts(predictions, mtp_labels)
+    places = draft_places(mtp_labels)
+    runs = [0] * depths
+    drafts = [0] * depths
+    for row in range(rows):
+        for i in range(length):
+            for k in range(depths):
+                if not places[: k + 1, row, i].all():
+                    break
+                drafts[k] += 1
+                runs[k] += int(accepted[: k + 1, row, i].all())
+    assert unbroken(accepted).sum((1, 2)).tolist() == runs
+    assert count_draft_runs(mtp_labels) == drafts
+    assert acceptance_length(runs, drafts) == pytest.approx(1 + sum(map(truediv, runs, drafts)))
+    assert acceptance_length([0, 0], [0, 0]) == 1.0  # nothing to draft
+
+
+def test_acceptance_is_reported_by_depth_and_as_tokens_of_a_step():
+    plan = SimpleNamespace(config=SimpleNamespace(mtp=MTPConfig()), mtp_depths=2)
+    objective = NextToken(SimpleNamespace(plan=plan))
+    totals = {"targets": 10, "mtp_targets": [8, 5], "drafts": [8, 4], "draft_runs": [8, 4]}
+    figures = {"loss": 20.0, "mtp_losses": [16.0, 5.0], "accepted": [6.0, 3.0], "accepted_runs": [6.0, 2.0]}
+    row = objective.metrics({name: torch.tensor(value) for name, value in figures.items()}, totals, 0)
+    assert row["mtp_acceptance"] == 9 / 12 and row["mtp_acceptance/2"] == 3 / 4
+    assert row["mtp_acceptance_length"] == 1 + 6 / 8 + 2 / 4
+    assert row["mtp_loss"] == (2.0 + 1.0) / 2
 
 
 @pytest.mark.parametrize("window", [None, 3])
