@@ -90,6 +90,7 @@ class CheckpointConfig(Section):
         Needs("initial_load_path"),
         Needs("initial_load_in_hf", False),
         Excludes("adapter", reason="whose base is loaded whole"),
+        Excludes("finetune.train_only", reason="whose frozen weights are loaded whole"),
         Excludes(
             "finetune.preference.loss_type", WITH_REFERENCE, reason="whose reference is all that the run begins with"
         ),

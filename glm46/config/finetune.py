@@ -68,6 +68,19 @@ class FineTuneConfig(Section):
     """Pairs of answers, or labelled ones, and the loss that learns from them. Absent: the targets of conversations are
     learned by cross-entropy."""
 
+    train_only: Annotated[
+        Literal["prediction_layers"] | None,
+        Needs("model.shape.num_nextn_predict_layers", above=0),
+        Needs("mtp.loss_weight"),
+        Requires(
+            "checkpoint.initial_load_model_only",
+            unless=("checkpoint.initial_load_in_hf", "checkpoint.load_path"),
+            remedy="set checkpoint.initial_load_model_only = true: optimizer states of frozen weights have no use",
+        ),
+    ] = None
+    """prediction_layers: train the layers that draft tokens, and nothing else, so that drafts fit a tuned model
+    again. Everything else is frozen, so the model answers as before. Absent: all weights, or adapters."""
+
     samples: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
         Excludes("preference.loss_type", "reward", reason="which gives a number and no text"),

@@ -78,6 +78,17 @@ def shared_depths_have_a_whole_backward(config: RunConfig, shape: ModelShape) ->
 
 
 @rule
+def drafts_alone_have_no_pipeline(config: RunConfig) -> Faults:
+    """Prediction layers are on the last stage, so the other ranks of a pipeline would have nothing to train."""
+    if config.trains_only_drafts and config.parallelism.pipeline_parallel_degree > 1:
+        yield fault(
+            "`parallelism.pipeline_parallel_degree`: only the last stage has prediction layers "
+            "(`finetune.train_only`), and the others would have nothing to train; set "
+            "parallelism.pipeline_parallel_degree = 1"
+        )
+
+
+@rule
 def micro_batches_fit_the_schedule(config: RunConfig, world_size: int | None) -> Faults:
     """The number of micro-batches of every step fits the schedule."""
     ranks = config.parallelism.pipeline_parallel_degree

@@ -116,6 +116,11 @@ class RunConfig(Section):
         return None if self.finetune is None else self.finetune.preference
 
     @property
+    def trains_only_drafts(self) -> bool:
+        """True if a run trains the prediction layers and nothing else."""
+        return self.finetune is not None and self.finetune.train_only == "prediction_layers"
+
+    @property
     def head(self) -> Literal["lm", "value"]:
         """The head of the network that is trained."""
         return "value" if self.preference is not None and self.preference.loss_type == "reward" else "lm"

@@ -18,7 +18,7 @@ class CheckpointSize:
     """Bytes of a checkpoint, summed over all ranks."""
 
     weights: float
-    """Master weights."""
+    """Master weights, and frozen weights in the compute type."""
     states: float
     """Optimizer states."""
 
@@ -35,14 +35,19 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
     networks: list[tuple[ModelShape, Head]] = [(plan.shape, plan.config.head)]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
+    frozen_bytes = 0
     num_weights = 0
     num_states = 0
     for shape, head in networks:
         rows = named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)
-        trained = [row for row in rows.values() if row.optimizer is not None]
-        num_weights += sum(row.numel(shape) for row in trained)
-        num_states += sum(row.numel(shape) * row.states(optimizer) for row in trained)
+        trained = {name: row for name, row in rows.items() if row.optimizer is not None}
+        if plan.config.trains_only_drafts:
+            frozen = [row for name, row in trained.items() if not name.startswith("mtp.")]
+            frozen_bytes += sum(row.numel(shape) for row in frozen) * WIDTHS[plan.config.training.mixed_precision_param]
+            trained = {name: row for name, row in trained.items() if name.startswith("mtp.")}
+        num_weights += sum(row.numel(shape) for row in trained.values())
+        num_states += sum(row.numel(shape) * row.states(optimizer) for row in trained.values())
     return CheckpointSize(
-        weights=num_weights * WIDTHS[plan.config.training.dtype],
+        weights=num_weights * WIDTHS[plan.config.training.dtype] + frozen_bytes,
         states=num_states * STATE_WIDTHS[optimizer.state_dtype],
     )

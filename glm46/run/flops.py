@@ -17,6 +17,10 @@ from glm46.run.parameters import Parameter, active_elements, active_matrices, ad
 _TRAINING_OVER_FORWARD = 3
 _FROZEN_OVER_FORWARD = 2
 _FLOPS_PER_MULTIPLY_ADD = 2
+FORWARD_SHARE = 1 / _TRAINING_OVER_FORWARD
+"""Share of forward in the FLOPs of a layer."""
+FROZEN_SHARE = _FROZEN_OVER_FORWARD / _TRAINING_OVER_FORWARD
+"""Share of the FLOPs of a product that remains if its weight has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,19 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
 
 
 def training_flops(
-    shape: ModelShape, seq_len: int, document: float | None = None, adapter: AdapterConfig | None = None
+    shape: ModelShape,
+    seq_len: int,
+    document: float | None = None,
+    adapter: AdapterConfig | None = None,
+    *,
+    only_drafts: bool = False,
 ) -> TrainingFlops:
     """Count the FLOPs per token of forward and backward, by part; further arguments as in `attention_flops`.
 
     Args:
         adapter: config of the adapters, if the run trains only these.
+        only_drafts: the run trains only the prediction layers; the main model has no backward, and the head no gradient
+            of its weight.
     """
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
     attention = attention_flops(shape, seq_len, document)
@@ -142,26 +153,35 @@ def training_flops(
     moe = _product_flops(weights.moe, adapter)
     mtp = _product_flops(weights.mtp, adapter) + _indexer_flops(weights.indexer)
     adapters = 0 if adapter is None else active_elements(adapter_rows(shape, adapter).values(), shape)
+    main_share = FORWARD_SHARE if only_drafts else 1.0
+    head_share = FROZEN_SHARE if only_drafts else 1.0
     return TrainingFlops(
-        matrices=dense_layers * dense
-        + moe_layers * moe
-        + indexer_counts(shape)[0] * _indexer_flops(weights.indexer)
-        + head,
+        matrices=main_share * (dense_layers * dense + moe_layers * moe + head)
+        + indexer_counts(shape)[0] * _indexer_flops(weights.indexer),
         adapters=_product_flops(adapters),
-        attention=shape.num_hidden_layers * attention,
-        mtp=mtp_layers * (mtp + attention + head),
+        attention=main_share * shape.num_hidden_layers * attention,
+        mtp=mtp_layers * (mtp + attention + head_share * head),
     )
 
 
-def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: AdapterConfig | None = None) -> float:
+def batch_flops(
+    shape: ModelShape,
+    tokens: int,
+    half_pairs: int,
+    adapter: AdapterConfig | None = None,
+    *,
+    only_drafts: bool = False,
+) -> float:
     """Count the FLOPs of forward and backward for tokens with this number of attention pairs.
 
     Args:
         half_pairs: sum of `attended_half_pairs` over the documents. With one document per row the result is the total
             of `training_flops` times the tokens.
     """
-    attention = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
-    return tokens * training_flops(shape, 0, adapter=adapter).total + attention
+    main_share = FORWARD_SHARE if only_drafts else 1.0
+    passes = main_share * shape.num_hidden_layers + shape.num_nextn_predict_layers
+    attention = passes * pair_flops(shape) * half_pairs / 2
+    return tokens * training_flops(shape, 0, adapter=adapter, only_drafts=only_drafts).total + attention
 
 
 def document_half_pairs(length, window: int | None):

@@ -9,6 +9,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.run.context_keys import keys_travel
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
+from glm46.run.flops import TrainingFlops, training_flops
 from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world, why_not_in_levels
 from glm46.run.schedule import batch_sequences
 
@@ -44,6 +45,16 @@ class Plan:
         """Return a shape with one prediction layer for each of `mtp_depths`: it costs what training computes, and has
         more weights if depths share a layer."""
         return shape.model_copy(update={"num_nextn_predict_layers": self.mtp_depths})
+
+    def training_flops(self, stage: TextStage) -> TrainingFlops:
+        """Count the FLOPs per token of a stage of text."""
+        return training_flops(
+            self.unrolled(stage.shape),
+            stage.seq_len,
+            self.document_tokens,
+            self.config.adapter,
+            only_drafts=self.config.trains_only_drafts,
+        )
 
     @property
     def rows_per_micro_batch(self) -> int:

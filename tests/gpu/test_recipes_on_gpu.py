@@ -39,6 +39,7 @@ CHAINS: dict[str, list[tuple[str, str]]] = {
         ("sft_debug", f"{CHAT} --checkpoint.initial_load_path outputs/debug/huggingface/step-000030"),
         ("lora_debug", ADAPTED),
         ("lora_debug", f"{ADAPTED} --adapter.base_dtype nf4 --job.dump_folder outputs/nf4"),
+        ("drafts_debug", ADAPTED),
         ("dpo_debug", ADAPTED),
         ("generate", "--checkpoint outputs/sft_debug/checkpoint/step-000010 --chat --prompt Hello!"),
         ("evaluate", "--checkpoint outputs/debug/checkpoint/step-000030 --data data/1 --lengths 256 --samples 2"),

@@ -125,6 +125,8 @@ class Layout(NamedTuple):
     """The attention is that of GLM-5."""
     shared: bool = False
     """One prediction layer learns both depths."""
+    alone: bool = False
+    """It learns alone, and everything else is frozen."""
 
     @property
     def layers(self) -> int:
@@ -163,7 +165,8 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.base, self.adapted, self.routes, self.latent, self.sparse, self.shared
+        kinds = self.latent, self.sparse, self.shared, self.alone
+        return *options, self.adapter, self.base, self.adapted, self.routes, *kinds
 
     @property
     def name(self) -> str:
@@ -197,6 +200,7 @@ class Layout(NamedTuple):
             *(["latent"] if self.latent else []),
             *(["sparse"] if self.sparse else []),
             *(["shared"] if self.shared else []),
+            *(["alone"] if self.alone else []),
         ])  # fmt: skip
 
 
@@ -375,6 +379,8 @@ def new_model(config: RunConfig, **options: str) -> Transformer:
             add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
+    if config.trains_only_drafts:
+        model.train_only_drafts()
     return model
 
 
@@ -514,6 +520,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 }
                 | optimizer,
                 "adapter": adapter | {"layers": layout.adapted} if layout.adapter else None,
+                "finetune": {"train_only": "prediction_layers"} if layout.alone else None,
                 "moe": MOE.model_dump(),
                 "mtp": {"loss_weight": MTP_WEIGHT, "depths": DEPTHS if layout.shared else None},
                 "data": {"document_mask": layout.document_mask},

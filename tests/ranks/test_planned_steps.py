@@ -87,6 +87,8 @@ class Case(NamedTuple):
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
     depths: int | None = None
     """`mtp.depths`."""
+    alone: bool = False
+    """`finetune.train_only = "prediction_layers"`."""
     most_gathered: int = context_keys.MOST_GATHERED_BYTES
 
     def config(self) -> RunConfig:
@@ -101,6 +103,8 @@ class Case(NamedTuple):
                 model | {"num_nextn_predict_layers": 0},
                 adapted | {"finetune": {"preference": {"loss_type": self.pairs}}},
             )
+        if self.alone:
+            adapted = {"finetune": {"train_only": "prediction_layers"}}
         return RunConfig.model_validate(adapted | self.layout.tables() | {
             "model": model_table(**model),
             "training": {

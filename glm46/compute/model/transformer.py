@@ -135,6 +135,12 @@ class Transformer(nn.Module):
             parameter.data = parameter.data.to(dtype)
         return self
 
+    def train_only_drafts(self) -> None:
+        """Freeze everything except the prediction layers, in place."""
+        self.mtp_alone = True
+        self.requires_grad_(False)
+        self.mtp.requires_grad_(True)
+
     def compute_as(self, function: NetworkFunction, device: torch.device, *, is_scheduled: bool = False) -> None:
         """Use the sliding window, the RoPE scaling and the router temperature of a function from the next call on.
         Weights and compiled layers are unchanged: layers get the rotary tables, the attention layout and the

@@ -30,10 +30,11 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
     trained_type = getattr(torch, config.training.dtype)
     adapter = config.adapter
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    if is_trained and adapter is None:
-        model.cast(trained_type)  # before sharding: the shards are the master weights
-    else:  # what is frozen is kept as it is computed with
-        model.cast(getattr(torch, config.training.mixed_precision_param))
+    # What is frozen is kept as it is computed with.
+    model.cast(getattr(torch, config.training.mixed_precision_param))
+    if is_trained and adapter is None:  # before sharding: the shards are the master weights
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter.data = parameter.data.to(trained_type)
     if is_trained and adapter is not None:
         add_adapters(model, adapter, trained_type)  # before sharding, and before FSDP2 asks what is frozen
     if meshes.expert is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
-from glm46.run.flops import matrix_flops, pair_flops
+from glm46.run.flops import FORWARD_SHARE, FROZEN_SHARE, matrix_flops, pair_flops
 from glm46.run.parameters import adapter_rows, find_parameter
 
 OPTIMIZER = "optimizer"
@@ -35,7 +35,13 @@ def kind_of(module: str) -> str:
 
 
 def flops_by_kind(
-    names: Iterable[str], shape: ModelShape, tokens: float, half_pairs: float, adapter: AdapterConfig | None = None
+    names: Iterable[str],
+    shape: ModelShape,
+    tokens: float,
+    half_pairs: float,
+    adapter: AdapterConfig | None = None,
+    *,
+    only_drafts: bool = False,
 ) -> dict[str, float]:
     """Return the FLOPs of the products of forward and backward, by kind, as MFU counts them: without recomputation.
 
@@ -43,14 +49,20 @@ def flops_by_kind(
         names: names of the parameters of this rank.
         tokens, half_pairs: this rank's share of the tokens and pairs of the step, see `batch_flops`.
         adapter: [adapter] of a network that trains no other weights.
+        only_drafts: the network trains only its prediction layers; its other layers have no backward.
     """
     flops: dict[str, float] = defaultdict(float)
-    for name, per_token in _product_flops(names, shape, adapter).items():
+    for name, per_token in _product_flops(names, shape, adapter, only_drafts=only_drafts).items():
         flops[kind_of(name.rpartition(".")[0])] += per_token * tokens
         if name.endswith(".self_attn.o_proj.weight"):
             core = kind_of(name.replace("o_proj.weight", "core"))
-            flops[core] += pair_flops(shape) * half_pairs / 2
+            flops[core] += _share(name, only_drafts=only_drafts) * pair_flops(shape) * half_pairs / 2
     return dict(flops)
+
+
+def _share(name: str, *, only_drafts: bool) -> float:
+    """Return the share of forward and backward that runs for the layer of a parameter."""
+    return FORWARD_SHARE if only_drafts and not name.startswith("mtp.") else 1.0
 
 
 def names_of_depths(names: Iterable[str], layers: int, depths: int) -> list[str]:
@@ -63,12 +75,15 @@ def names_of_depths(names: Iterable[str], layers: int, depths: int) -> list[str]
     return unrolled
 
 
-def _product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
+def _product_flops(
+    names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None, *, only_drafts: bool = False
+) -> dict[str, float]:
     """Return the FLOPs per token of the products with each of these parameters, forward and backward. MTP layers
     whose parameters are among them also use the head.
 
     Args:
         adapter: [adapter] of a network that trains no other weights.
+        only_drafts: see `flops_by_kind`.
     """
     names = list(names)
     flops: dict[str, float] = {}
@@ -77,7 +92,10 @@ def _product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConf
         row = adapters.get(name) or find_parameter(name)
         if row.is_matrix and row.part != "embedding":
             flops[name] = matrix_flops([row], shape, None if name in adapters else adapter)
-    uses = 1 + sum(name.endswith("eh_proj.weight") for name in names)
+            if name != "lm_head.weight":
+                flops[name] *= _share(name, only_drafts=only_drafts)
+    depths = sum(name.endswith("eh_proj.weight") for name in names)
+    uses = FORWARD_SHARE + depths * FROZEN_SHARE if only_drafts else 1 + depths
     return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
 
 

@@ -203,8 +203,15 @@ def _profiled(task: Task) -> Profiled:
         for network in trained_networks(task).values():
             layers = network.shape.num_nextn_predict_layers
             names = names_of_depths([*network.parameters, *network.frozen], layers, network.plan.mtp_depths)
-            adapter = task.plan.config.adapter
-            kinds = flops_by_kind(names, network.shape, tokens / share, half_pairs / share, adapter)
+            config = task.plan.config
+            kinds = flops_by_kind(
+                names,
+                network.shape,
+                tokens / share,
+                half_pairs / share,
+                config.adapter,
+                only_drafts=config.trains_only_drafts,
+            )
             for kind, number in (*kinds.items(), (OPTIMIZER, network.optimizer.muon.flops())):
                 sums[kind] += number
         return sums

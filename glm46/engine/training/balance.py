@@ -47,6 +47,8 @@ class ExpertBalance:
         names = router_names(shape)
         self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
         """This rank's routers, by the index of their layer among all MoE layers of the model."""
+        self._trained = {row: router for row, router in self.routers.items() if router.weight.requires_grad}
+        """The routers whose biases `update` moves: those of frozen layers stay."""
         self._rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
         """The keys of `routers`. On the device: a list would be copied there in every step, and the host would wait."""
         self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
@@ -92,7 +94,7 @@ class ExpertBalance:
             self._average_counts.mul_(decay).add_(counts, alpha=1.0 - decay)
             mean = self._average_counts.mean(1, keepdim=True)
             shift = -rate * (self._average_counts / (mean + 1e-6) - 1.0)
-        for row, router in self.routers.items():
+        for row, router in self._trained.items():
             router.e_score_correction_bias += shift[row]
             if self.config.balance == "proportional":
                 router.e_score_correction_bias.clamp_(-self.config.bias_clamp, self.config.bias_clamp)

@@ -89,8 +89,13 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
             micro_batches = task.complete(batches.micro_batches)
             outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
             progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
-            shape = plan.unrolled(plan.shape)
-            flops = batch_flops(shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
+            flops = batch_flops(
+                plan.unrolled(plan.shape),
+                batches.computed_tokens,
+                totals.half_pairs,
+                plan.config.adapter,
+                only_drafts=plan.config.trains_only_drafts,
+            )
             model_seconds = batches.model_seconds + outcome.gradient_seconds
             metrics.throughput.add_step(
                 batches.computed_tokens, batches.read_seconds, flops, step_tokens, model_seconds

@@ -68,7 +68,8 @@ class Network:
     """This rank's shards of the trained weights by name, collected once after building: during a forward the model's
     attributes are the gathered weights."""
     frozen: dict[str, nn.Parameter]
-    """This rank's shards of the frozen weights: the base of adapters, or all weights of a frozen network."""
+    """This rank's shards of the frozen weights: the base of adapters, all weights except the prediction layers if only
+    these are trained, or all weights of a frozen network."""
     magnitudes: list[Magnitudes]
     """Magnitudes of DoRA, for each model; empty without DoRA."""
     gathered_scales: GatheredScales
@@ -342,6 +343,8 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
     for model in models:
         model.mtp_alone = on_samples
         model.requires_grad_(is_trained)
+        if is_trained and plan.config.trains_only_drafts:
+            model.train_only_drafts()
         model.freeze_indexers()
         parallelize(model, plan, cluster, sizes_vary=on_samples)
     adapter = plan.config.adapter

@@ -91,8 +91,9 @@ def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> dict[Pa
 
     Checkpoints hold no frozen weights (the base of adapters, and complete frozen networks), so every start reads them.
     A network that is trained without adapters reads weights only if it is the main one, the run is new, and the folder
-    is one of another program: a step folder is loaded as a checkpoint instead, by `_load_phase`. Adapters are in every
-    checkpoint, so only a new run reads a folder of adapters, after their base.
+    is one of another program: a step folder is loaded as a checkpoint instead, by `_load_phase`, except where only
+    prediction layers are trained: frozen weights are kept in the compute type, and a checkpoint may have them in
+    another one. Adapters are in every checkpoint, so only a new run reads a folder of adapters, after their base.
     """
     config = network.plan.config  # of this network: others than the main one name their own folder in it
     folders: dict[Path, Kind] = {}
@@ -100,7 +101,8 @@ def _weight_folders(network: Network, *, is_main: bool, is_new: bool) -> dict[Pa
     is_frozen = _has_frozen_weights(network)
     if folder is not None and (is_frozen or (is_main and is_new)):
         kind = kind_of(folder)
-        if is_frozen or config.checkpoint.initial_load_in_hf or kind is Kind.DCP:
+        is_foreign = config.checkpoint.initial_load_in_hf or kind is Kind.DCP
+        if is_frozen or is_foreign or config.trains_only_drafts:
             folders[folder] = kind
     adapters = None if config.adapter is None else config.adapter.initial_load_folder
     if network.is_adapted and is_new and adapters is not None:

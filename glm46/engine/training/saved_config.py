@@ -49,6 +49,7 @@ TENSOR_KEYS = (
     "moe.balance",
     "optimizer.name",
     "optimizer.state_dtype",
+    "finetune.train_only",
     "adapter.name",
     "adapter.rank",
     "adapter.expert_rank",

@@ -71,10 +71,20 @@ class ActivationMemory(StepFacts):
             modes = [run.mode for run in part.runs(self.checkpointing) if run.block == "mtp"]
             embeddings = len(modes) if self.width == FP32 else modes.count("full")
             token_bytes -= (1 + embeddings) * shape.hidden_size * self.width
+        if self.config.trains_only_drafts:
+            # The hidden states of the model and embeddings have no gradient, so norms do not keep them.
+            modes = [run.mode for run in part.runs(self.checkpointing) if run.block == "mtp"]
+            norms = len(modes) - modes.count("full")
+            token_bytes -= (norms + (norms > 0)) * shape.hidden_size * FP32
         if not part.has_head:  # the output is kept until backward; on the same rank, in the next stage's buffer
             is_sent = part.index + 1 not in rank_stages
             return self.tokens * (token_bytes + is_sent * heads * shape.hidden_size * self.width)
-        return self.tokens * (token_bytes + self.bytes.head(None if part.frozen is None else Frozen()))
+        return self.tokens * (token_bytes + self._head(part))
+
+    def _head(self, part: StagePart) -> float:
+        """Return the bytes that the last norm and the head keep, per token of a rank."""
+        kept = self.bytes.head(None if part.frozen is None else Frozen())
+        return kept if self.gradient_heads > self.depths else self.bytes.head_inputs(self.depths)
 
     def in_host(self, parts: list[StagePart], counts: dict[int, int]) -> tuple[float, float]:
         """Return the bytes that leave the device for host memory, and the bytes that they take there. Two layers of
@@ -189,7 +199,7 @@ class ActivationMemory(StepFacts):
     def loss(self, micro_batches: int) -> float:
         """Return the bytes of the gradients of the head's weight for the main model and each depth. Preference training
         uses `token_logprobs`, which computes them in backward, so they are 0 there."""
-        if self.config.adapter is not None or self.config.preference is not None:
+        if not self.is_head_trained or self.config.preference is not None:
             return 0.0
         heads = 1 + self.depths
         return micro_batches * heads * self._head_elements * self.width
@@ -200,7 +210,7 @@ class ActivationMemory(StepFacts):
         head = self._head_elements
         tokens = self.tokens * self.layout.tp
         is_cast = self.width != FP32
-        is_trained = self.config.adapter is None
+        is_trained = self.is_head_trained
         has_gpu = self.device == "gpu"
         chunk = loss_chunk_tokens(is_trained=is_trained, device=self.device)
         logits = min(chunk, tokens) * head / self.shape.hidden_size * (FP32 + self.width * is_cast)

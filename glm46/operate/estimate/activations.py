@@ -152,8 +152,11 @@ class LayerBytes:
         """Return the bytes of the last norm, and of the gradients of the head's input for the main model and each
         prediction depth, which forward computes for the full sequence."""
         heads = 1 + self.shape.num_nextn_predict_layers
-        hidden = self.shape.hidden_size
-        return _norm(hidden, self.width, frozen) + heads * self.tp * (hidden * self.width + INDEX)
+        return _norm(self.shape.hidden_size, self.width, frozen) + self.head_inputs(heads)
+
+    def head_inputs(self, heads: int) -> float:
+        """Return the bytes of the gradients of the head's input and of the labels, for this many uses of the head."""
+        return heads * self.tp * (self.shape.hidden_size * self.width + INDEX)
 
     def kept_tensors(self, block: str, mode: str, frozen: Frozen | None = None) -> list[float]:
         """Return the bytes of each tensor that "full" or "selective" keeps of a block, the input first; these are the

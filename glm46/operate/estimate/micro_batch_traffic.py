@@ -95,8 +95,8 @@ class MicroBatchTraffic(StepFacts):
             return
         if self.has_backward and max(values_of(self.config.moe.sequence_aux_loss_weight), default=0.0) > 0.0:
             size = self.rows * (2 * shape.n_routed_experts + 1) * FP32  # over the ranks that share a sequence
-            yield Call("cp", "all_reduce", "balance of experts", forward + 1, size)
-            yield Call("tp", "all_reduce", "balance of experts", forward + 1, size)
+            yield Call("cp", "all_reduce", "balance of experts", forward + backward, size)
+            yield Call("tp", "all_reduce", "balance of experts", forward + backward, size)
         if self.layout.ep > 1:
             yield from self._tokens_to_experts(run, backward)
 
@@ -152,7 +152,9 @@ class MicroBatchTraffic(StepFacts):
         if not part.has_head or tp == 1:
             return
         yield Call("tp", "all_gather", "rows of the sequence for the head", calls, whole)
-        yield Call("tp", "reduce_scatter", "rows of the sequence for the head", calls * self.has_backward, whole)
+        yield Call(
+            "tp", "reduce_scatter", "rows of the sequence for the head", self.gradient_heads * self.has_backward, whole
+        )
         tokens = self.tokens * tp
         chunk = loss_chunk_tokens(is_trained=is_trained)
         # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.

@@ -3,7 +3,6 @@
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import REPEATING
-from glm46.run.flops import training_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.run.plan import Plan, places_of_token
@@ -46,9 +45,7 @@ def rows_of_hops(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
 
 def run_flops(plan: Plan) -> float:
     """Return the FLOPs of the complete run."""
-    options = plan.document_tokens, plan.config.adapter
-    stages = [(plan.unrolled(stage.shape), stage.seq_len) for stage in plan.text_stages]
-    per_token = (training_flops(*stage, *options).total for stage in stages)
+    per_token = (plan.training_flops(stage).total for stage in plan.text_stages)
     return sum(tokens * flops for tokens, flops in zip(plan.stage_tokens, per_token, strict=True))
 
 

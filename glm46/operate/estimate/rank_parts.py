@@ -49,8 +49,9 @@ class StagePart:
     has_head: bool
     first_layer: int
     """Number of the first decoder layer."""
-    frozen: tuple[Frozen, ...] | None = None
-    """Each block with its adapters, with [adapter]; all other parameters are frozen then."""
+    frozen: tuple[Frozen | None, ...] | None = None
+    """With [adapter] or `finetune.train_only`: each block with its adapters, or None for a block that is trained; all
+    other parameters are frozen. None: all parameters are trained."""
     unsharded: frozenset[tuple[bool, bool]] = frozenset()
     """See `unsharded_kinds`."""
     repeats: tuple[int, ...] = ()
@@ -58,10 +59,12 @@ class StagePart:
 
     @property
     def backward_from(self) -> int:
-        """Index of the first block with a backward: the first with adapters; 0 if a previous stage needs a gradient."""
+        """Index of the first block with a backward: the first with adapters, or the first that is trained; 0 if a
+        previous stage needs a gradient."""
         if self.frozen is None or self.index:
             return 0
-        return next((index for index, frozen in enumerate(self.frozen) if frozen.adapters), len(self.blocks))
+        learns = (frozen is None or bool(frozen.adapters) for frozen in self.frozen)
+        return next((index for index, has_backward in enumerate(learns) if has_backward), len(self.blocks))
 
     def runs(self, checkpointing: ActivationCheckpointConfig) -> Iterator[BlockRun]:
         """Yield the blocks as a step runs them."""
@@ -69,7 +72,8 @@ class StagePart:
         is_adapted = self.frozen is not None and not self.index
         for index, (block, frozen) in enumerate(zip(self.blocks, self.frozen or repeat(None), strict=False)):
             mode = checkpointing.mode_of(index)
-            yield BlockRun(block, frozen, index >= first, mode, is_adapted and index == first)
+            is_first = is_adapted and frozen is not None and index == first
+            yield BlockRun(block, frozen, index >= first, mode, is_first)
         for index in self.repeats:
             yield BlockRun(self.blocks[index], None, True, checkpointing.mode_of(index), False)
 
@@ -86,9 +90,9 @@ class StagePart:
             shape.is_sparse if block == "mtp" else shape.has_indexer(self.first_layer + index)
             for index, block in enumerate(self.blocks)
         ]
-        kinds = list(zip(self.blocks, has_indexer, self.frozen or (Frozen(),) * len(self.blocks), strict=True))
+        kinds = list(zip(self.blocks, has_indexer, self.frozen or (None,) * len(self.blocks), strict=True))
         rows = {
-            kind: [*self._of_run(layer_rows(shape, kind[0], has_indexer=kind[1]), shape), *kind[2].adapters]
+            kind: _of_run(layer_rows(shape, kind[0], has_indexer=kind[1]), shape, kind[2])
             for kind in dict.fromkeys(kinds)
         }
         return [rows[kind] for kind in kinds]
@@ -96,17 +100,19 @@ class StagePart:
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
         """Return the parameters outside of blocks: embedding, last norm and head."""
         names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
-        return self._of_run(part_rows(shape, *names), shape)
+        return _of_run(part_rows(shape, *names), shape, None if self.frozen is None else self.frozen[0])
 
     def rows(self, shape: ModelShape) -> list[Parameter]:
         """Return all parameters and buffers of the stage."""
         return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
 
-    def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
-        if self.frozen is None:
-            return [replace(row, is_frozen=True) if row.part == "indexer" else row for row in rows]
-        rows = in_base_dtype(rows, shape, self.frozen[0].base_dtype)
-        return [replace(row, is_frozen=True) if row.optimizer else row for row in rows]
+
+def _of_run(rows: list[Parameter], shape: ModelShape, frozen: Frozen | None) -> list[Parameter]:
+    """Return rows as a run holds them, frozen with the adapters of ``frozen``, or trained."""
+    if frozen is None:
+        return [replace(row, is_frozen=True) if row.part == "indexer" else row for row in rows]
+    rows = in_base_dtype(rows, shape, frozen.base_dtype)
+    return [*(replace(row, is_frozen=True) if row.optimizer else row for row in rows), *frozen.adapters]
 
 
 def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
@@ -142,6 +148,8 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
     first = len(blocks) - layers
     repeats = tuple(first + depth % layers for depth in range(layers, plan.mtp_depths))
     stages[-1] = replace(stages[-1], blocks=blocks, has_head=True, repeats=repeats)
+    if plan.config.trains_only_drafts:
+        stages[-1] = replace(stages[-1], frozen=(Frozen(),) * first + (None,) * layers)
     ranks = range(parallelism.pipeline_parallel_degree)
     return (
         [stages]
@@ -264,6 +272,9 @@ class StepFacts:
         # Without mixed precision FSDP2 gathers the master weights as they are.
         self.gathered = self.width if training.mixed_precision_param != "float32" else self.master
         self.depths = plan.mtp_depths
+        self.gradient_heads = self.depths + (not plan.config.trains_only_drafts)
+        """Uses of the head whose input has a gradient."""
+        self.is_head_trained = plan.config.adapter is None and not plan.config.trains_only_drafts
         self.tokens = self.rows * self.length // (self.layout.cp * self.layout.tp)
         """Tokens of a micro-batch on one rank of a tensor-parallel group."""
 

@@ -23,7 +23,6 @@ from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, plan_line, run_time
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.curriculum import TextStage
-from glm46.run.flops import training_flops
 from glm46.run.parameters import adapter_rows, count_parameters, describe_base
 from glm46.run.plan import Plan, describe_exchange
 
@@ -149,7 +148,7 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 
 def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
-    flops = training_flops(plan.unrolled(stage.shape), stage.seq_len, plan.document_tokens, plan.config.adapter)
+    flops = plan.training_flops(stage)
     remark = ""
     if plan.document_tokens is not None:
         remark = f"(documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"

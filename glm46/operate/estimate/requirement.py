@@ -14,7 +14,6 @@ from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory
 from glm46.operate.estimate.plan_sizes import batches_of, bubble, describe_layout
 from glm46.operate.estimate.units import aligned, binary_size, token_count
 from glm46.run.curriculum import describe_attention
-from glm46.run.flops import training_flops
 from glm46.run.layout import fixed_processes, smallest_world
 from glm46.run.parameters import count_parameters
 from glm46.run.plan import Plan, resolve_plan
@@ -310,8 +309,7 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
         batches = batches_of(plan, index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]
         bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
-        shape = plan.unrolled(stage.shape)
-        flops = training_flops(shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total
+        flops = plan.training_flops(stage).total
         fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
         rows.append(
             (

@@ -24,7 +24,6 @@ from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ran
 from glm46.operate.estimate.roofline import Cost, Roofline
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.traffic import MUON, Traffic, reference_traffic, step_traffic
-from glm46.run.flops import training_flops
 from glm46.run.plan import Plan
 
 _MESSAGE_SECONDS = 60e-6
@@ -89,9 +88,7 @@ def step_time(plan: Plan, stage_index: int, sequences: int, cluster: TargetClust
         )
         parts["passes without gradient"] = computed + _exposed(gathered, step.roofline.overlap * gathered, computed)
     tokens = sequences * text_stage.seq_len
-    shape = plan.unrolled(text_stage.shape)
-    token_flops = training_flops(shape, text_stage.seq_len, plan.document_tokens, plan.config.adapter).total
-    flops = tokens * token_flops
+    flops = tokens * plan.training_flops(text_stage).total
     seconds = sum(parts.values())
     peak = layout.world_size * cluster.gpu.bf16_flops
     return StepTime(dict(parts), tokens, flops, flops / (seconds * peak))

@@ -13,10 +13,10 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS
 from glm46.config.profiling import ProfilingConfig
 from glm46.engine.observe import profiler as profiler_module
-from glm46.engine.observe.module_flops import KINDS, OPTIMIZER, flops_by_kind
+from glm46.engine.observe.module_flops import KINDS, OPTIMIZER, flops_by_kind, names_of_depths
 from glm46.engine.observe.profiler import REQUEST_FILE, Profiled, Profiler
 from glm46.operate.launch.train_rank import train
-from glm46.run.flops import batch_flops, newton_schulz_flops
+from glm46.run.flops import batch_flops, newton_schulz_flops, training_flops
 from glm46.run.parameters import adapter_rows, named_rows
 from tests.builders import metric_rows
 from tests.processes import wait_until
@@ -35,6 +35,22 @@ def test_flops_of_all_kinds_are_those_of_the_step(flavor):
     assert sum(sum(flops_by_kind(part, shape, 3000, 10**6).values()) for part in parts) == pytest.approx(
         sum(flops.values())
     )
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+def test_flops_of_drafts_alone_are_those_of_the_step(depths):
+    """Forward of the main model, all of the prediction layer, and its head without the gradient of the weight."""
+    shape = PRESETS["debug"]
+    unrolled = shape.model_copy(update={"num_nextn_predict_layers": depths})
+    names = names_of_depths(named_rows(shape), 1, depths)
+    assert sorted(names) == sorted(named_rows(unrolled))
+    flops = flops_by_kind(names, unrolled, 3000, 10**6, only_drafts=True)
+    assert sum(flops.values()) == pytest.approx(batch_flops(unrolled, 3000, 10**6, only_drafts=True), rel=1e-12)
+    whole = training_flops(unrolled, 4096)
+    alone = training_flops(unrolled, 4096, only_drafts=True)
+    head = 6 * shape.vocab_size * shape.hidden_size
+    assert alone.matrices == pytest.approx(whole.matrices / 3) and alone.attention == pytest.approx(whole.attention / 3)
+    assert alone.mtp == pytest.approx(whole.mtp - depths * head / 3)
 
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
