@@ -118,6 +118,10 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 950
+
+
 def test_stops_of_the_ways_exist():
     """``file: name`` in docs/architecture.md, and the names that follow it: the file defines them at its top level, or
     in the class before the dot."""
