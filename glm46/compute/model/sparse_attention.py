@@ -5,17 +5,27 @@ keys, H heads, K chosen keys of a query, L = kv_lora_rank, W = width of the row 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
-from glm46.compute.model.indexer import Indexer, choose_keys, key_spans
+from glm46.compute.model.indexer import Indexer, IndexTensors, choose_keys, key_spans
 from glm46.compute.model.latent_attention import LatentAttention
 from glm46.config.model import ModelShape
 
 _MAX_GATHERED = 2**25
 """Maximum number of elements of gathered rows that exist at a time."""
+
+MakeIndex = Callable[[], IndexTensors]
+"""Computes the index tensors of the tokens of a call; not called where every key is attended to."""
+
+SparseCore = Callable[
+    [Tensor, Tensor, MakeIndex | None, AttentionLayout | None, Tensor | None], tuple[Tensor, Tensor | None]
+]
+"""(q [B, S, H, C], rows [B, S, 1, W], index of a layer with an indexer, layout, the choice of an earlier layer) ->
+[B, S, H, C] and the choice."""
 
 GatherKeys = Callable[[Tensor, AttentionLayout | None], Tensor]
 """(x [B, S, 1, any width], layout) -> [T, width]: the same values for all keys of the layout, in its order."""
@@ -43,6 +53,8 @@ class SparseLatentAttention(LatentAttention):
         self.top_k = shape.index_topk
         self.indexer = Indexer(shape) if has_indexer else None
         self.gather_keys: GatherKeys = local_keys
+        self.cached_core: SparseCore | None = None
+        """Replaces `attend` while a decoder uses the module."""
 
     def forward(  # type: ignore[override]  # the choice goes in and out
         self, x: Tensor, rope: tuple[Tensor, Tensor], layout: AttentionLayout | None, chosen: Tensor | None
@@ -56,40 +68,44 @@ class SparseLatentAttention(LatentAttention):
         Returns:
             [B, S, D] and the choice of keys; None if no document is longer than K.
         """
-        B, S, _ = x.shape
         query_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.rotated_queries(query_latent, rope)
-        rows = self.rows(x, rope)
+        index = None if self.indexer is None else partial(self.indexer, x, query_latent, rope)
+        attend = self.cached_core or self.attend
+        out, chosen = attend(q, self.rows(x, rope), index, layout, chosen)
+        return self.o_proj(out.flatten(2)), chosen
+
+    def attend(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        index: MakeIndex | None,
+        layout: AttentionLayout | None,
+        chosen: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to the chosen keys, or to all if there are no more; a `SparseCore`."""
+        B, S, _, _ = q.shape
         longest_run = S if layout is None else layout.max_k
         if longest_run <= self.top_k:
-            out = self.core(q, rows, self.expand, layout)
-            return self.o_proj(out.reshape(B, S, -1)), None
-        if self.indexer is not None:
-            chosen = self._choose(self.indexer, x, query_latent, rope, layout)
+            return self.core(q, rows, self.expand, layout), None
+        if index is not None:
+            with torch.no_grad():
+                tensors = index()
+                keys = self.gather_keys(tensors.k_TJ.view(B, S, 1, -1), layout)
+                spans = key_spans(layout, B, S, q.device)
+                chosen = choose_keys(tensors.q_NGJ, keys, tensors.weights_NG, *spans, self.top_k)
         assert chosen is not None, "the first layer has an indexer"
-        weight_HCL = self.weight_by_head()
-        q_NHC = q.flatten(0, 1)
+        out = self.attend_to_chosen(q.flatten(0, 1), self.gather_keys(rows, layout), chosen, self.weight_by_head())
+        return out.view(q.shape), chosen
+
+    def attend_to_chosen(self, q_NHC: Tensor, rows_TW: Tensor, chosen_NK: Tensor, weight_HCL: Tensor) -> Tensor:
+        """Attend from each query to its chosen rows; see `chosen_attention` and `weight_by_head`. Returns [N, H, C]."""
         # The weights of keys are multiplied with the queries, and the weights of values with the result: all heads
         # attend to the rows themselves, and keys and values of chosen tokens need not be computed for each query.
         absorbed = torch.einsum("nhc,hcl->nhl", q_NHC[..., : self.key_part], weight_HCL[:, : self.key_part])
         q_NHW = torch.cat([absorbed, q_NHC[..., self.key_part :]], dim=-1)
-        out_NHL, _ = chosen_attention(q_NHW, self.gather_keys(rows, layout), chosen, self.rank, self.head_dim**-0.5)
-        out_NHC = torch.einsum("nhl,hcl->nhc", out_NHL, weight_HCL[:, self.key_part :])
-        return self.o_proj(out_NHC.reshape(B, S, -1)), chosen
-
-    def _choose(
-        self,
-        indexer: Indexer,
-        x: Tensor,
-        query_latent: Tensor,
-        rope: tuple[Tensor, Tensor],
-        layout: AttentionLayout | None,
-    ) -> Tensor:
-        with torch.no_grad():
-            index = indexer(x, query_latent, rope)
-            keys = self.gather_keys(index.k_TJ.view(*x.shape[:2], 1, -1), layout)
-            spans = key_spans(layout, x.shape[0], x.shape[1], x.device)
-            return choose_keys(index.q_NGJ, keys, index.weights_NG, *spans, self.top_k)
+        out_NHL, _ = chosen_attention(q_NHW, rows_TW, chosen_NK, self.rank, self.head_dim**-0.5)
+        return torch.einsum("nhl,hcl->nhc", out_NHL, weight_HCL[:, self.key_part :])
 
 
 def _chunks(num_queries: int, num_chosen: int, width: int) -> list[slice]:

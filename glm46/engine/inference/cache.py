@@ -18,7 +18,9 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention import Attention, attend
 from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, cumulative, longest
 from glm46.compute.model.attention_runs import attend_in_runs
+from glm46.compute.model.indexer import IndexTensors, choose_keys
 from glm46.compute.model.latent_attention import Expand, LatentAttention
+from glm46.compute.model.sparse_attention import MakeIndex, SparseLatentAttention
 
 _FEW_TOKENS = 16
 """Maximum tokens of a row that attend with a mask over the slots: the last token and its drafts. More tokens attend in
@@ -139,6 +141,9 @@ class CachedCore:
         self.place: Place | None = None
         self.take_weights()
 
+    replaces = "core"
+    """Attribute of the attention that a decoder replaces by this core."""
+
     def take_weights(self) -> None:
         """Drop everything that was derived from the weights."""
         self._kv_weight_by_head: Tensor | None = None
@@ -159,7 +164,7 @@ class CachedCore:
     def _keys_and_values(self, cached: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values, [B, S, K, C] each, from cached tensors."""
         if isinstance(self.attention, LatentAttention):
-            return self.attention.expand(*cached)
+            return self.attention.expand(cached[0])
         keys, values = cached
         return keys, values
 
@@ -167,9 +172,7 @@ class CachedCore:
         """Attend from the tokens without padding; returns [1, tokens, H, C]."""
         place = self.place
         if isinstance(place, Packed):  # prompts attend only to themselves: as in training, without the cache
-            for cache, new_values in zip(self.caches, new, strict=True):
-                for row, start, end in place.parts:
-                    cache[row, :, : end - start] = new_values[0, start:end].transpose(0, 1)
+            self._write_prompts(new, place)
             return attend(q_BSHC, *self._keys_and_values(new), layout)
         assert isinstance(place, Slots) and layout is None
         q_RSHC, *new = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, *new))
@@ -188,23 +191,32 @@ class CachedCore:
         if not isinstance(self.attention, LatentAttention):
             keys, values = cached
             return _few(q_RSHC, keys, values, place).reshape(q_BSHC.shape)
-        if self._kv_weight_by_head is None:
-            self._kv_weight_by_head = self.attention.weight_by_head().detach()
+        weight_HCL = self._weight_by_head(self.attention)
         # The weights of keys are multiplied with the queries, and the weights of values with the result, instead of
         # with all cached latents: attention of many queries to one key.
         part = self.attention.key_part
         rank = self.attention.rank
-        (latents,) = cached
-        q_BSHL = torch.einsum("bshn,hnl->bshl", q_RSHC[..., :part], self._kv_weight_by_head[:, :part])
+        latents = cached[0]
+        q_BSHL = torch.einsum("bshn,hnl->bshl", q_RSHC[..., :part], weight_HCL[:, :part])
         q = torch.cat([q_BSHL, q_RSHC[..., part:]], dim=-1)
         out_BSHL = _few(q, latents, latents[..., :rank], place, scale=self.attention.head_dim**-0.5)
-        return torch.einsum("bshl,hcl->bshc", out_BSHL, self._kv_weight_by_head[:, part:]).reshape(q_BSHC.shape)
+        return torch.einsum("bshl,hcl->bshc", out_BSHL, weight_HCL[:, part:]).reshape(q_BSHC.shape)
+
+    def _weight_by_head(self, attention: LatentAttention) -> Tensor:
+        if self._kv_weight_by_head is None:
+            self._kv_weight_by_head = attention.weight_by_head().detach()
+        return self._kv_weight_by_head
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first slots of rows to other rows. All sources are read first, so targets may be sources."""
         from_rows, to_rows = torch.tensor([sources, targets], device=self.caches[0].device)
         for cache in self.caches:
             cache[:, :, :length].index_copy_(0, to_rows, cache[:, :, :length].index_select(0, from_rows))
+
+    def _write_prompts(self, new: list[Tensor], place: Packed) -> None:
+        for cache, new_values in zip(self.caches, new, strict=True):
+            for row, start, end in place.parts:
+                cache[row, :, : end - start] = new_values[0, start:end].transpose(0, 1)
 
     @staticmethod
     def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
@@ -214,6 +226,78 @@ class CachedCore:
             return
         index = slots.positions.view(*slots.positions.shape, 1, 1).expand_as(new_BSKC).transpose(1, 2)
         cache_BTKC.scatter_(2, index, new_BSKC.transpose(1, 2))
+
+
+class CachedSparseCore(CachedCore):
+    """A `SparseCore` with a cache of latents and, in a layer with an indexer, of index keys."""
+
+    replaces = "cached_core"
+    attention: SparseLatentAttention
+
+    def __init__(self, attention: SparseLatentAttention, batch: int, max_length: int):
+        super().__init__(attention, batch, max_length)
+        if attention.indexer is not None:
+            width = attention.indexer.wk.out_features
+            self.caches.append(self.caches[0].new_zeros(batch, 1, max_length, width))
+
+    def __call__(  # type: ignore[override]  # the choice goes in and out
+        self,
+        q_BSHC: Tensor,
+        rows: Tensor,
+        index: MakeIndex | None,
+        layout: AttentionLayout | None,
+        chosen: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        place = self.place
+        assert place is not None, "it is set before each call"
+        if isinstance(place, Nothing):
+            return torch.zeros_like(q_BSHC), None
+        tokens = place.positions.numel()
+        padding = q_BSHC.shape[1] - tokens
+        q_BSHC = q_BSHC[:, :tokens]
+        new = [rows[:, :tokens]]
+        tensors = None
+        if index is not None:
+            tensors = IndexTensors(*(x[:tokens] for x in index()))
+            new.append(tensors.k_TJ.view(1, tokens, 1, -1))
+        if place.last <= self.attention.top_k:
+            out = self._attend(q_BSHC, new, layout)
+            chosen = None
+        elif isinstance(place, Packed):
+            self._write_prompts(new, place)
+            out, chosen = self.attention.attend(q_BSHC, new[0], tensors and (lambda: tensors), layout, chosen)
+        else:
+            out, chosen = self._attend_to_chosen(q_BSHC, new, tensors, chosen, place)
+        return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out), chosen
+
+    def _attend_to_chosen(
+        self, q_BSHC: Tensor, new: list[Tensor], tensors: IndexTensors | None, chosen: Tensor | None, place: Slots
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to the chosen slots. Indices of keys count the slots of all rows that the call reads."""
+        for cache, new_values in zip(self.caches, new, strict=True):
+            self._write(cache, new_values.view(place.rows, place.length, *new_values.shape[2:]), place)
+        cached = [cache[: place.rows, 0, : place.last] for cache in self.caches]
+        if tensors is not None:
+            first = torch.zeros(place.length, dtype=torch.int64, device=q_BSHC.device)
+            choices = []
+            for row, keys in enumerate(cached[1]):
+                own = slice(row * place.length, (row + 1) * place.length)
+                end = place.positions[row] + 1
+                slots = choose_keys(
+                    tensors.q_NGJ[own], keys, tensors.weights_NG[own], first, end, 0, self.attention.top_k
+                )
+                choices.append((slots + row * place.last).where(slots >= 0, -1))
+            chosen = torch.cat(choices)
+        assert chosen is not None, "the first layer has an indexer"
+        weight_HCL = self._weight_by_head(self.attention)
+        out = self.attention.attend_to_chosen(q_BSHC.flatten(0, 1), cached[0].flatten(0, 1), chosen, weight_HCL)
+        return out.view(q_BSHC.shape), chosen
+
+
+def cached_core(attention: Attention | LatentAttention, batch: int, max_length: int) -> CachedCore:
+    """Build the core with a cache for this attention; arguments as in `CachedCore`."""
+    kind = CachedSparseCore if isinstance(attention, SparseLatentAttention) else CachedCore
+    return kind(attention, batch, max_length)  # type: ignore[arg-type]  # each kind with its own attention
 
 
 def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: float | None = None) -> Tensor:

@@ -5,14 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glm46.compute.distributed.local_tensor import local_tensor
-from glm46.compute.model.attention_layout import longest
 from glm46.compute.model.attention_runs import describe_core
 from glm46.compute.model.block import TransformerBlock
 from glm46.compute.model.mtp import MTPLayer
@@ -20,9 +18,8 @@ from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import no_routes
 from glm46.compute.model.transformer import Transformer
-from glm46.config.errors import UserError
 from glm46.engine.inference import few_tokens
-from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slots
+from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slots, cached_core
 from glm46.engine.inference.model_mesh import ModelMesh
 
 PREFILL_TOKENS = 4096
@@ -74,12 +71,6 @@ class Decoder:
         cpu_kernels: bool = True,
         mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
     ):
-        shape = model.shape
-        if shape.index_topk is not None and longest(np.array([max_length])) > shape.index_topk:
-            raise UserError(
-                f"model.shape.index_topk = {shape.index_topk}: generation computes at most this many tokens of a text, "
-                f"rounded to a power of two, and {max_length} are asked for; shorten the prompts or the answers"
-            )
         self.model = model
         self.mesh = mesh
         self._cpu_kernels = cpu_kernels
@@ -90,9 +81,9 @@ class Decoder:
         self._blocks = cast(list[TransformerBlock], list(model.layers.values()))
         prediction_layers = cast(list[MTPLayer], list(model.mtp.values()))  # empty before the last stage
         self._drafting = list(islice(cycle(prediction_layers), self.depth))
-        self._main = [CachedCore(block.self_attn, batch, max_length) for block in self._blocks]
-        self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
-        self._plain: list[tuple[nn.Module, Any]] = []
+        self._main = [cached_core(block.self_attn, batch, max_length) for block in self._blocks]
+        self._mtp = [cached_core(layer.block.self_attn, batch, max_length) for layer in self._drafting]
+        self._plain: list[tuple[nn.Module, str, Any]] = []
         self._kernels: AbstractContextManager = nullcontext()
         weight = local_tensor(next(model.parameters()))
         self.device = weight.device
@@ -120,16 +111,16 @@ class Decoder:
     def __enter__(self) -> "Decoder":
         blocks = [*self._blocks, *(layer.block for layer in self._drafting)]
         for block, core in zip(blocks, [*self._main, *self._mtp], strict=True):
-            self._plain.append((block.self_attn, block.self_attn.core))
-            block.self_attn.core = core
+            self._plain.append((block.self_attn, core.replaces, getattr(block.self_attn, core.replaces)))
+            setattr(block.self_attn, core.replaces, core)
         self._kernels = sdpa_kernel(KERNELS)
         self._kernels.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kernels.__exit__(None, None, None)
-        for attention, core in reversed(self._plain):  # the layer of several depths is there more than once
-            attention.core = core
+        for attention, name, core in reversed(self._plain):  # the layer of several depths is there more than once
+            setattr(attention, name, core)
         self._plain.clear()
 
     def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
@@ -229,8 +220,9 @@ class Decoder:
             x = torch.empty(size, dtype=self._dtype, device=self.device)
             mesh.receive(x)
         routes_by_layer: dict[int, Tensor] = {}
+        chosen: Tensor | None = None
         for name, block, core in zip(self.model.layers, self._blocks, self._main, strict=True):
-            x, routes = self._run(block, core, x, place, rope, is_real)
+            x, routes, chosen = self._run(block, core, x, place, rope, is_real, chosen)
             if routes is not None:
                 routes_by_layer[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
         if self._routes is not None and routes_by_layer and not isinstance(place, Nothing):
@@ -265,7 +257,7 @@ class Decoder:
         embedding = self._embedded(tokens)
         local_hidden = self.mesh.own_tokens(hidden.reshape(1, -1, hidden.shape[-1]))
         x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(local_hidden)], dim=-1))
-        x, _ = self._run(layer.block, self._mtp[k], x, place, self._rope(place), self._is_real(place))
+        x, *_ = self._run(layer.block, self._mtp[k], x, place, self._rope(place), self._is_real(place))
         return self._whole(layer.norm(x), tokens)
 
     def _rope(self, place: Place) -> tuple[Tensor, Tensor]:
@@ -286,18 +278,20 @@ class Decoder:
         place: Place,
         rope: tuple[Tensor, Tensor],
         is_real: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run a layer; return hidden states and, if they are recorded, the experts that the tokens chose."""
-        block.self_attn.core = core  # a layer of several depths has a cache for each
+        chosen: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run a layer. Return hidden states; if they are recorded, the experts that the tokens chose; and the keys that
+        sparse attention chose, see `LayerOutput.chosen`."""
+        setattr(block.self_attn, core.replaces, core)  # a layer of several depths has a cache for each
         core.place = place
         options = self.model.routing(_OPTIONS if self._routes is None else _RECORD)
         if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
             if block not in self._few:
                 self._few[block] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[block]) is not None:
-                return layer(x, rope, core, options)
-        output = block(x, rope, place.layout, is_real, options)
-        return output.hidden, output.statistics and output.statistics.routes
+                return *layer(x, rope, core, options), None
+        output = block(x, rope, place.layout, is_real, options, None, chosen)
+        return output.hidden, output.statistics and output.statistics.routes, output.chosen
 
 
 def _record(recorded: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:

@@ -39,6 +39,8 @@ LATENT = dict(
     flavor="debug-flash", num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=5,
     qk_rope_head_dim=4, head_dim=9, v_head_dim=9,
 )  # fmt: skip
+SPARSE = LATENT | dict(num_hidden_layers=4, index_n_heads=4, index_head_dim=6, index_topk=5,
+    indexer_types=["full", "full", "shared", "full"])  # fmt: skip
 PROMPTS = [[5, 1, 4, 1, 3], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3]]
 
 
@@ -95,7 +97,7 @@ def without_cache(model, prompt, *, new=20, stop=()):
     "changes",
     [
         {}, {"use_qk_norm": False}, {"sliding_window": 4}, {"num_nextn_predict_layers": 3}, LATENT,
-        LATENT | {"sliding_window": 4},
+        LATENT | {"sliding_window": 4}, SPARSE, SPARSE | {"index_topk": 300},
     ],
     ids=str,
 )  # fmt: skip
@@ -109,7 +111,7 @@ def test_cache_batch_and_drafts_do_not_change_greedy_tokens(changes, speculative
     assert any(len(row) == 20 for row in want)
 
 
-@pytest.mark.parametrize("changes", [{}, LATENT], ids=["grouped", "latent"])
+@pytest.mark.parametrize("changes", [{}, LATENT, SPARSE], ids=["grouped", "latent", "sparse"])
 def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence(changes):
     model = random_model(vocab_size=61, num_nextn_predict_layers=2, **changes)
     tokens = torch.randint(0, 61, (2, 15))
@@ -125,6 +127,7 @@ def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence(changes):
         torch.testing.assert_close(second[0], whole[0, 3:7], rtol=0, atol=2e-5)
         torch.testing.assert_close(second[1], whole[1, 5:9], rtol=0, atol=2e-5)
     assert model.layers["0"].self_attn.core.__name__.startswith("attend")  # the decoder restored the model
+    assert getattr(model.layers["0"].self_attn, "cached_core", None) is None
 
 
 @pytest.mark.parametrize("length", [3, 20])  # few tokens attend to latents, more to the keys and values made of them
