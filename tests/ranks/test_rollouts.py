@@ -37,7 +37,7 @@ LAYOUTS = {
     1: [
         (Layout(), Degrees()), (Layout(adapter="lora"), Degrees()), (Layout(adapter="dora"), Degrees()),
         (Layout(num_experts=12, key_heads=1), Degrees()), (Layout(latent=True), Degrees()),
-        (Layout(latent=True, adapter="lora"), Degrees()),
+        (Layout(latent=True, adapter="lora"), Degrees()), (Layout(sparse=True), Degrees()),
     ],
     2: [
         (Layout(), Degrees(tensor_parallel=2)), (Layout(tensor=2), Degrees(expert_parallel=2)),
@@ -49,6 +49,8 @@ LAYOUTS = {
         (Layout(latent=True, context=2), Degrees(tensor_parallel=2)),
         (Layout(latent=True, pipeline=2, schedule="DualPipeV"), Degrees(2, 1, 2)),
         (Layout(latent=True, experts_over=2, adapter="lora"), Degrees(pipeline_parallel=2)),
+        (Layout(sparse=True, tensor=2), Degrees(tensor_parallel=2)),
+        (Layout(sparse=True, context=2), Degrees(2, 1, 2)),
     ],
     4: [
         (Layout(tensor=2), Degrees(pipeline_parallel=2, expert_parallel=2)),
@@ -263,13 +265,17 @@ def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs():
         rows += [cases.row(name) for name in named(ranks)]
         cases.close()
     alone = {row["name"].split(" ", 1)[1]: row for row in rows if row["name"].startswith("1 ")}
-    assert len(rows) == 20 and len(alone) == 6
+    assert len(rows) == 23 and len(alone) == 7
     for row in rows:
         assert row["error"] < BOUND, row["name"]
         # Tensor, expert and pipeline parallel groups, fewer rows and drafts of the prediction layers change nothing.
         assert row["engines_agree"] == row["routes_agree"] == [True, True], row["name"]
         kind = next((key for key in ("dora", "lora") if key in row["name"]), "")
-        kinds = [kind, "experts12-keys1" if "keys1" in row["name"] else "", "latent" if "latent" in row["name"] else ""]
+        kinds = [
+            kind,
+            "experts12-keys1" if "keys1" in row["name"] else "",
+            *(key if key in row["name"] else "" for key in ("latent", "sparse")),
+        ]
         wanted = alone["-".join(filter(None, ["fsdp", *kinds]))]
         assert row["generated"] == wanted["generated"], row["name"]
         assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["generated"][0]["experts"])
