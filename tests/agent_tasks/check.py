@@ -197,7 +197,9 @@ def check_convert(folder: Path) -> None:
         shape = presets.PRESETS["debug"].model_copy(update={"num_hidden_layers": 2})
         source = model_folder(Path(made) / "model", random_model(shape))
         output = Path(made) / "fp8"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # The script calls `python`: the interpreter of the check, also where its environment is not activated.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
         run = subprocess.run(["bash", script, source, output], env=environment, capture_output=True, text=True)
         require(run.returncode == 0, f"the script failed: {run.stderr[-300:]}")
         require((output / "config.json").is_file(), "no config.json in the new folder")

@@ -35,7 +35,7 @@ def _attention(shape: ModelShape, has_indexer: bool) -> Attention | LatentAttent
 class TransformerBlock(nn.Module):
     """A decoder layer, dense or MoE."""
 
-    def __init__(self, shape: ModelShape, *, is_dense: bool, has_indexer: bool):
+    def __init__(self, shape: ModelShape, *, is_dense: bool, has_indexer: bool = False):
         super().__init__()
         self.is_dense = is_dense
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

@@ -180,7 +180,7 @@ def _launch_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype)
     """Return the time of a dense layer with minimal work, divided by its number of kernels."""
     small = shape.model_copy(update={"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8})
     with torch.device(device):
-        block = TransformerBlock(small, is_dense=True, has_indexer=False).to(dtype)
+        block = TransformerBlock(small, is_dense=True).to(dtype)
         x = torch.randn(1, _TINY_TOKENS, 64, dtype=dtype, requires_grad=True)
         rope = rotary_tables(torch.arange(_TINY_TOKENS).unsqueeze(0), small, dtype)
         seconds = _best(lambda: block(x, rope, None, None, RoutingOptions())[0], [x, *block.parameters()], device)

@@ -36,7 +36,7 @@ def plain_losses(model, batch):
         layer = layers[depth % len(layers)]
         embedding = F.embedding(batch["mtp_input_ids"][:, depth], model.embed_tokens.weight)
         joined = torch.cat([rms_norm(embedding, layer.enorm), rms_norm(hidden, layer.hnorm)], -1)
-        block_output, statistics = layer.block(joined @ layer.eh_proj.weight.T, rope, None, None, OPTIONS)
+        block_output, statistics, _ = layer.block(joined @ layer.eh_proj.weight.T, rope, None, None, OPTIONS)
         hidden = rms_norm(block_output, layer.norm)
         logits = hidden @ model.lm_head.weight.T
         labels = batch["mtp_labels"][:, depth]

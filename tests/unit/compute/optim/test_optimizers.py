@@ -302,6 +302,13 @@ SPARSE_ROLES = [
     ("mlp.experts.down", "muon", True),
     *((f"mlp.shared_experts.{part}_proj.weight", "muon", True) for part in ("gate", "up", "down")),
 ]
+INDEXER_ROLES = [
+    ("self_attn.indexer.wq_b.weight", "adamw", True),
+    ("self_attn.indexer.wk.weight", "adamw", True),
+    ("self_attn.indexer.k_norm.weight", "adamw", False),
+    ("self_attn.indexer.k_norm.bias", "adamw", False),
+    ("self_attn.indexer.weights_proj.weight", "adamw", True),
+]
 EXPECTED_ROLES = {
     name: (optimizer, decay)
     for prefix, entries in {
@@ -312,6 +319,7 @@ EXPECTED_ROLES = {
         ],
         "layers.0.": BLOCK_ROLES + DENSE_ROLES,
         "layers.17.": BLOCK_ROLES + SPARSE_ROLES,
+        "layers.18.": INDEXER_ROLES,
         "mtp.0.": [
             ("enorm.weight", "adamw", False),
             ("hnorm.weight", "adamw", False),

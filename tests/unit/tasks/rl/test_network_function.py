@@ -53,6 +53,7 @@ RAMP = [[0, 1.2], [64, 4.0]]
 """At 1.2 in the first step, at 2.6 in the second one, the last."""
 
 _SIZE = "a size of tensors: another value is refused by every reader of weights"
+_INDEXED = "only for a model with indexers, which holds other tensors; `test_sparse_attention.py` has its values"
 _TRAINS = "acts on the update, not on what the weights compute"
 KEYS = {
     "model.shape": {
@@ -60,6 +61,8 @@ KEYS = {
         "moe_intermediate_size": _SIZE, "n_routed_experts": _SIZE, "n_shared_experts": _SIZE, "head_dim": _SIZE,
         "num_attention_heads": _SIZE, "num_nextn_predict_layers": _SIZE, "q_lora_rank": _SIZE, "kv_lora_rank": _SIZE,
         "qk_nope_head_dim": _SIZE, "qk_rope_head_dim": _SIZE, "v_head_dim": _SIZE,
+        "index_n_heads": _SIZE, "index_head_dim": _SIZE,
+        "index_topk": _INDEXED, "indexer_types": _INDEXED,
         "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 2, "num_key_value_heads": 2,
         "num_experts_per_tok": 1, "routed_scaling_factor": 1.5,
         "partial_rotary_factor": 1.0, "rope_theta": 50.0, "sliding_window": 3, "rms_norm_eps": 0.1,
@@ -78,7 +81,7 @@ KEYS = {
         "sequence_aux_loss_weight": _TRAINS, "z_loss_weight": _TRAINS,
         "capacity_factor": "cannot leave training: `test_a_capacity_is_said_where_it_ends`",
     },
-    "mtp": {"loss_weight": _TRAINS},
+    "mtp": {"loss_weight": _TRAINS, "depths": _TRAINS},
     "adapter": {
         "name": "dora", "rank": 16, "expert_rank": 4, "alpha": 24.0, "targets": ["attention"],
         "layers": [1, 2],
@@ -379,7 +382,7 @@ def test_checkpoints_of_earlier_versions_have_the_temperature_of_their_schedule(
     assert function_of_meta(meta | {"shape": shape.model_dump() | gone}).shape == shape
 
 
-@pytest.mark.parametrize("other", [{"n_group": 2}, {"norm_topk_prob": False}, {"topk_group": 2}, {"index_topk": 1}])
+@pytest.mark.parametrize("other", [{"n_group": 2}, {"norm_topk_prob": False}, {"topk_group": 2}])
 def test_a_checkpoint_of_another_function_is_refused(other):
     config = '[model]\nflavor = "debug"\n'
     shape = function_of_meta({"config": config}).shape.model_dump() | {"n_group": 1}
