@@ -22,14 +22,9 @@ def server_address(url: str) -> str:
 
 
 class RolloutConfig(Section):
-    """[rollout]: how completions are generated: from the whole distribution, without top-p and top-k, because the
-    trainer would not know which tokens they exclude."""
+    """[rollout]: how completions are generated."""
 
-    refused = dict.fromkeys(
-        ("top_p", "top_k", "min_p"),
-        "samples are of the whole distribution, because the trainer would not know which tokens were left out; "
-        "remove it",
-    )
+    refused = {"min_p": "the trainer does not know which tokens it excludes; remove it, or take rollout.top_p"}
 
     removed = {
         "keep_latest_k": Removed("the newest ten rollouts stay, and all with checkpoint.keep_latest_k = 0; remove it"),
@@ -48,6 +43,15 @@ class RolloutConfig(Section):
 
     temperature: float = Field(1.0, gt=0.0)
     """Divisor of the logits, in generation and in training."""
+
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Sample only among the fewest most likely tokens whose probabilities sum to at least this. The engine returns
+    these tokens, and log-probabilities, ratios, KL penalties and entropies of policy and reference are those of the
+    distribution over them (sampling replay). Validation samples from the whole distribution. 1: no limit."""
+
+    top_k: int | None = Field(None, ge=1)
+    """Sample only among this many most likely tokens, before ``top_p``; used in training like that. Absent: no
+    limit."""
 
     tensor_parallel_degree: Annotated[int, _LOCAL] = Field(1, ge=1)
     """Ranks that share each matrix, and the keys and values of a sample, while they generate; independent of
@@ -125,6 +129,11 @@ class RolloutConfig(Section):
     def samples_at_once(self) -> int:
         """``max_num_seqs``, or the default for this kind of engine."""
         return self.max_num_seqs or (64 if self.kind == "local" else 1024)
+
+    @property
+    def is_filtered(self) -> bool:
+        """True if tokens are sampled from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k is not None
 
     @property
     def degrees(self) -> Degrees:

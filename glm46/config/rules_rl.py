@@ -108,6 +108,23 @@ def reference_can_be_read(config: RunConfig, algorithm: ResolvedRL) -> Faults:
 
 
 @rule
+def kept_tokens_are_known(algorithm: ResolvedRL, rollout: RolloutConfig) -> Faults:
+    """Samples of a part of the vocabulary come with the tokens that they were sampled from."""
+    keys = [key for key, is_set in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k is not None)) if is_set]
+    for key in keys:
+        if rollout.kind != "local":
+            yield fault(
+                f"`rollout.{key}`, `rollout.kind`: the trainer would not know which tokens the servers exclude, "
+                f'whose replies are read without them; remove rollout.{key}, or set rollout.kind = "local"'
+            )
+        if algorithm.algorithm == "distillation":
+            yield fault(
+                f"`rollout.{key}`, `rl.algorithm`: policy and teacher would be compared on the kept tokens alone; "
+                f"remove rollout.{key}"
+            )
+
+
+@rule
 def generating_ranks_split_the_model(rollout: RolloutConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The ranks that generate with one model split it evenly."""
     for key, broken in degree_faults(

@@ -28,6 +28,7 @@ from tests.ranks.sharded_layouts import (
     OPTIONS,
     ROWS,
     SEQ_LEN,
+    VOCABULARY,
     Layout,
     gradient_errors,
     held,
@@ -54,6 +55,8 @@ ALGORITHMS = {
         "algorithm": "gspo",
         "correction": {"level": "geometric", "high": 1.05, "reject_level": "sequence"},
     },
+    # Distributions over the tokens that the engine kept.
+    "kept": {"algorithm": "dr_grpo", "entropy_weight": 0.1},
     "ppo": {"algorithm": "ppo", "kl": {"weight": 0.1, "where": "reward"}},
 }  # fmt: skip
 _LAYOUTS = {
@@ -97,6 +100,12 @@ def make_samples(layout: Layout) -> tuple[dict[str, Tensor], tuple[Tensor, Tenso
         "reference_logprobs": near(old, 0.3), "old_values": near(0.0, 0.1),
     }  # fmt: skip
     rewards = torch.randn(len(used), generator=generator, dtype=torch.float64)
+    others = torch.randint(0, VOCABULARY, (ROWS, 3, SEQ_LEN), generator=generator)
+    kept = torch.cat([batch["labels"].unsqueeze(1), others], 1).int()
+    places = torch.arange(SEQ_LEN)
+    kept[:, :, places % 4 == 0] = -1  # the whole vocabulary
+    kept[:, 1:, places % 4 == 1] = -1  # the label alone, which has no gradient
+    fields["kept"] = kept.where(is_target.unsqueeze(1), -1)
     return batch | fields, (rewards, torch.arange(len(used)) % 7)
 
 
@@ -106,7 +115,10 @@ def resolved(name: str) -> RLConfig:
 
 def objectives_of(networks: dict, rl: RLConfig) -> dict:
     """The objectives of an algorithm by the names of its networks."""
-    of = {"policy": PolicyGradient(networks["policy"], rl, TEMPERATURE, is_on_policy=rl == resolved("on_policy"))}
+    is_on_policy = rl in (resolved("on_policy"), resolved("kept"))
+    is_restricted = rl == resolved("kept")
+    policy = PolicyGradient(networks["policy"], rl, TEMPERATURE, is_on_policy=is_on_policy, is_restricted=is_restricted)
+    of = {"policy": policy}
     return of | ({"critic": ValueLoss(networks["critic"], rl)} if rl.advantage == "gae" else {})
 
 
@@ -146,6 +158,8 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
             arguments = {"options": OPTIONS, "form": objective.form, "is_real": is_real, "layout": attention}
             if "routes" in objective.fields:
                 arguments["routes"] = compact_routes(make_routes(0, shape), (ROWS, SEQ_LEN), shape)
+            if "kept" in objective.fields:
+                arguments["kept"] = batch["kept"]
             output = model(**{key: batch[key] for key in names}, **arguments)
             totals = objective.count([batch])
             loss = objective.loss(output, batch, totals, 0) + (weights * output.aux_losses).sum()

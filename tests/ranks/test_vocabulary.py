@@ -12,6 +12,7 @@ from glm46.compute.model.cross_entropy import IGNORE, HeadForm, HeadOutput, summ
 from glm46.compute.model.transformer import OutputHead
 from glm46.compute.parallelize.tensor import vocabulary_parallel_head
 from tests.harness import run_ranks
+from tests.unit.compute.model.test_cross_entropy import kept_tokens, plain_over
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 3, 16, 64, 12
 FORMS = {
@@ -107,6 +108,36 @@ def compare_forms() -> list[dict]:
                 rows.append(row)
     leave()
     return rows
+
+
+def compare_kept() -> list[dict]:
+    """Errors of a head split over the ranks against a formula in FP64. On each rank."""
+    process = join(300)
+    rows = []
+    for case in ("random", "labels of one rank"):  # in the second, most sets lie on one rank too
+        hidden, weight, labels = make_example(case, torch.float32)
+        flat = labels.reshape(-1)
+        kept = kept_tokens(flat, 4 if case == "labels of one rank" else VOCABULARY, most=4)
+        form = partial(
+            token_logprobs, chunk_tokens=7, entropy=True, temperature=0.7,
+            kept=kept.view(4, ROWS, LENGTH).transpose(0, 1),
+        )  # fmt: skip
+        found = run_split(form, hidden, weight, labels)
+        exact = [x.double().requires_grad_() for x in (hidden, weight)]
+        output = plain_over(kept, exact[0].view(-1, WIDTH), exact[1], flat, 0.7)
+        wide = HeadOutput(output.predictions, None, *(x.view(ROWS, LENGTH) for x in output[2:]))
+        want = [*numbers(wide), *torch.autograd.grad(objective(wide), exact)]
+        rows.append({"case": case, "errors": [error(a, b) for a, b in zip(found[1:], want[1:], strict=True)]})
+    leave()
+    assert process.world_size > 1
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_split_head_over_kept_tokens_equals_the_formula(ranks):
+    for of_rank in run_ranks(compare_kept, ranks):
+        for row in of_rank:
+            assert len(row["errors"]) == 4 and max(row["errors"]) < 1e-6, row
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -109,6 +109,23 @@ def _columns(labels: Tensor, width: int, part: VocabularyPart | None) -> tuple[T
     return column.where(is_local, 0), is_local
 
 
+def _exclude_others(logits: Tensor, kept: Tensor, part: VocabularyPart | None) -> None:
+    """Give the lowest finite logit to all tokens of a row except its kept ones, in place.
+
+    It is finite so that a part of the vocabulary without any kept token has a softmax; the share of that part is 0.
+
+    Args:
+        logits: [n, local columns].
+        kept: int64 [n, K]: token ids, -1 for none. A row of -1 keeps all tokens.
+    """
+    lowest = torch.finfo(logits.dtype).min
+    column, is_local = _columns(kept, logits.shape[1], part)
+    kept_logits = logits.gather(1, column).masked_fill_(~is_local, lowest)
+    logits.masked_fill_((kept >= 0).any(1, keepdim=True), lowest)
+    # The maximum, because entries that are not local share column 0 with a token that may be kept.
+    logits.scatter_reduce_(1, column, kept_logits, "amax")
+
+
 def _add_at_labels(grad_logits: Tensor, labels: Tensor, part: VocabularyPart | None, value: Tensor | float) -> None:
     column, is_local = _columns(labels, grad_logits.shape[1], part)
     grad_logits.scatter_add_(1, column, is_local * value)
@@ -191,20 +208,33 @@ class _SummedLoss(torch.autograd.Function):
         return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), None, None, None, None
 
 
+class _LogprobOptions(NamedTuple):
+    """Options of `token_logprobs`."""
+
+    part: VocabularyPart | None
+    chunk_tokens: int
+    scale: float
+    """Factor of the logits: 1 / temperature."""
+    with_entropy: bool
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Recomputes the logits in backward, because the gradient factor of each token is known only then. Saves the inputs
     and a few numbers per token."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels, part: VocabularyPart | None, chunk_tokens, scale, with_entropy):
+    def forward(ctx, hidden_TD, weight_VD, labels, kept_TK, options: _LogprobOptions):
+        part = options.part
         labels_T1 = labels.view(-1, 1)
         # In the shape of the labels, not a view: FSDP puts hooks on the outputs of the model and warns about views.
         predictions = torch.empty_like(labels)
         logprobs = torch.empty_like(labels, dtype=torch.float32)
         entropies = torch.empty_like(labels, dtype=torch.float32)
         shares = None if part is None else hidden_TD.new_empty(len(labels_T1), 1, dtype=torch.float32)
-        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, chunk_tokens, scale):
-            softmax = _softmax_of(logits, wide, labels_T1[rows], part, with_entropy)
+        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, options.chunk_tokens, options.scale):
+            if kept_TK is not None:
+                _exclude_others(logits, kept_TK[rows].long(), part)
+            softmax = _softmax_of(logits, wide, labels_T1[rows], part, options.with_entropy)
             predictions.view(-1, 1)[rows] = softmax.predicted
             logprobs.view(-1, 1)[rows] = softmax.logprob
             if shares is not None and softmax.share is not None:
@@ -213,27 +243,29 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropies.view(-1, 1)[rows] = softmax.entropy
         logprobs.masked_fill_(labels == IGNORE, 0.0)
         entropies.masked_fill_(labels == IGNORE, 0.0)
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T1, shares, entropies if with_entropy else None)
-        ctx.part = part
-        ctx.chunk_tokens = chunk_tokens
-        ctx.scale = scale
+        needed_entropies = entropies if options.with_entropy else None
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_T1, kept_TK, shares, needed_entropies)
+        ctx.options = options
         ctx.mark_non_differentiable(predictions)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies if with_entropy else None, predictions
+        return logprobs, needed_entropies, predictions
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _):
-        hidden_TD, weight_VD, labels_T1, shares, entropies = ctx.saved_tensors
+        hidden_TD, weight_VD, labels_T1, kept_TK, shares, entropies = ctx.saved_tensors
+        options: _LogprobOptions = ctx.options
         is_target = labels_T1 != IGNORE
         # The logits carry the factor `scale`; its derivative goes into the factors per token.
         logprob_factor, entropy_factor = (
-            None if grad is None else grad.reshape(-1, 1).where(is_target, 0) * ctx.scale
+            None if grad is None else grad.reshape(-1, 1).where(is_target, 0) * options.scale
             for grad in (grad_logprobs, grad_entropies)
         )
         logprob_factor = torch.zeros_like(is_target, dtype=torch.float32) if logprob_factor is None else logprob_factor
         gradients = _Gradients(hidden_TD, weight_VD, labels_T1, ctx.needs_input_grad)
-        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
+        for rows, logits, wide in _logit_chunks(hidden_TD, weight_VD, options.chunk_tokens, options.scale):
+            if kept_TK is not None:
+                _exclude_others(logits, kept_TK[rows].long(), options.part)
             grad_logits = _softmax_into(wide, logits)
             if shares is not None:
                 grad_logits.mul_(shares[rows])
@@ -244,9 +276,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 surprise = torch.special.entr(grad_logits).mul_(entropy_factor[rows])
                 grad_logits.mul_(-factor - entropy_factor[rows] * entropies.view(-1, 1)[rows]).add_(surprise)
                 del surprise  # free it before the next chunk allocates its own
-            _add_at_labels(grad_logits, labels_T1[rows], ctx.part, factor)
+            _add_at_labels(grad_logits, labels_T1[rows], options.part, factor)
             gradients.add(rows, logits.copy_(grad_logits))
-        return *gradients.finish(), None, None, None, None, None
+        return *gradients.finish(), None, None, None
 
 
 def _rows_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,17 +326,27 @@ def token_logprobs(
     *,
     entropy: bool = False,
     temperature: float = 1.0,
+    kept: Tensor | None = None,
 ) -> HeadOutput:
     """Compute log softmax(hidden @ weight.T / temperature)[label] of each label, and on request the entropy of that
     distribution: the form for objectives that weight tokens. Both are differentiable.
 
     Arguments are as in `summed_loss`. With ``part``, collective: all its ranks get the values of the whole sequence
     and must compute the same objective from them, so that its gradient counts once.
+
+    Args:
+        kept: integer [B, K, S]: for each label up to K token ids, with the label among them, and -1 for the rest. The
+            distribution is that over these tokens alone. Without an id it is that over the whole vocabulary. Equal on
+            all ranks of ``part``.
     """
     chunk_tokens = chunk_tokens or _chunk_tokens_of(weight)
     if entropy:  # its gradient needs a second tensor as large as the logits
         chunk_tokens = -(-chunk_tokens // 2)
+    kept_TK = None if kept is None else kept.transpose(1, 2).reshape(-1, kept.shape[1])
     logprobs, entropies, predictions = _TokenLogprobs.apply(
-        *_rows_of(hidden, weight), labels.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy
+        *_rows_of(hidden, weight),
+        labels.contiguous(),
+        kept_TK,
+        _LogprobOptions(part, chunk_tokens, 1.0 / temperature, entropy),
     )
     return HeadOutput(predictions, logprobs=logprobs, entropy=entropies)

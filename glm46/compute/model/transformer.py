@@ -1,7 +1,8 @@
 """The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
 
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +190,7 @@ class Transformer(nn.Module):
         mtp_input_ids: Tensor | None = None,
         mtp_labels: Tensor | None = None,
         routes: Tensor | None = None,
+        kept: Tensor | None = None,
         options: RoutingOptions = RoutingOptions(),  # noqa: B008 - frozen
         form: HeadForm = summed_loss,
     ) -> "Tensor | LossSums | StageOutput":
@@ -208,6 +210,8 @@ class Transformer(nn.Module):
                 multi-token prediction layers. Without these tensors they do not run.
             routes: [B, S, L, A] of `route_type`, for the whole model: experts to use instead of the routers' choice,
                 see `compute/model/routes.py`. A part uses the routes of its own layers.
+            kept: integer [B, K, S]: token ids to which the distribution of a label is restricted, see `token_logprobs`,
+                which must be the form.
             options: routing options of training; the temperature is replaced by the model's.
             form: form of the head for `labels`; `mtp_labels` always use `summed_loss`.
 
@@ -245,6 +249,8 @@ class Transformer(nn.Module):
         if labels is None:
             assert self.lm_head is not None, "the last part has one of the two heads"
             return self.lm_head(hidden)
+        restriction: dict[str, Any] = {} if kept is None else {"kept": kept}
+        form = partial(form, **restriction)
         return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
 
     def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:

@@ -14,7 +14,7 @@ from glm46.compute.model.init import signed
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference.decoder import Decoder, drafted_tokens
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.sampling import Sampling, sample
+from glm46.engine.inference.sampling import Sampled, Sampling, sample
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Continuation:
     """Generated tokens, with the stop id."""
     logprobs: list[float] = field(default_factory=list)
     """Logarithm of the probability of each token, see `sample`."""
+    kept: list[np.ndarray] = field(default_factory=list)
+    """int32 arrays: the ids that each token was sampled from, if the generation records them."""
     finish: Literal["stop", "length", "abort"] | None = None
     """Reason of the end; None before."""
     routes: Tensor | None = None
@@ -200,7 +202,7 @@ class Generation:
             return
         starts = [row.position for row in rows]
         tokens = self._padded([[row.last, *row.drafts] for row in rows])
-        sampled_values = None
+        sampled = None
         hidden = decoder.hidden(tokens, starts)
         if hidden is not None:
             places = self._tensor([[start + 1] for start in starts]) + torch.arange(
@@ -208,10 +210,8 @@ class Generation:
             )
             seeds = self._tensor([[row.seed] for row in rows]).expand_as(places)
             sampled = sample(decoder.logits(hidden)[..., : self._vocab], self._sampling, seeds, places)
-            sampled_values = torch.stack([x.double() for x in sampled])
-        chosen, logprobs = decoder.mesh.share(sampled_values, (2, *tokens.shape))
-        row_results = zip(rows, chosen.long().tolist(), logprobs.tolist(), strict=True)
-        taken = [self._take(row, tokens, token_logprobs) for row, tokens, token_logprobs in row_results]
+        results = _shared(decoder.mesh, sampled, tokens.shape, records_kept=self._sampling.records_kept)
+        taken = [self._take(row, *result) for row, result in zip(rows, results, strict=True)]
         self._keep_routes()
         if decoder.depth:
             for row, drafts in zip(rows, self._draft(hidden, taken, starts), strict=True):
@@ -223,11 +223,12 @@ class Generation:
             if row.of.finish is not None and row.of.routes is None:
                 row.of.routes = self._decoder.routes(number, row.position)
 
-    def _take(self, row: _Row, chosen: list[int], logprobs: list[float]) -> list[int]:
+    def _take(self, row: _Row, chosen: list[int], logprobs: list[float], kept: list[np.ndarray]) -> list[int]:
         """Append the accepted drafts and one more token, up to a stop id or the end.
 
         Args:
             chosen: sampled token after each number of accepted drafts.
+            logprobs, kept: of these tokens; ``kept`` is empty if it is not recorded.
 
         Returns:
             The tokens that follow the token that was fed.
@@ -239,9 +240,10 @@ class Generation:
         accepted = chosen[: agreed + 1]
         continuation.drafted += len(row.drafts)
         continuation.accepted += agreed
-        for token, logprob in zip(accepted, logprobs, strict=False):
+        for place, token in enumerate(accepted):
             continuation.tokens.append(token)
-            continuation.logprobs.append(logprob)
+            continuation.logprobs.append(logprobs[place])
+            continuation.kept += kept[place : place + 1]
             row.last = token
             row.position = row.position + 1
             if token in self._stop:
@@ -283,3 +285,26 @@ class Generation:
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
         return torch.from_numpy(np.array(rows, np.int64)).to(self._decoder.device)  # NumPy reads lists faster
+
+
+def _shared(
+    mesh: ModelMesh, sampled: Sampled | None, size: Sequence[int], *, records_kept: bool
+) -> list[tuple[list[int], list[float], list[np.ndarray]]]:
+    """Return tokens, their log-probabilities and, if they are recorded, the ids that each one was sampled from, for
+    each row. Collective over the ranks of the rows.
+
+    Args:
+        sampled: [B, S]; None on stages without the head.
+        size: B and S.
+    """
+    values = None if sampled is None else torch.stack([sampled.tokens.double(), sampled.logprobs.double()])
+    tokens, logprobs = mesh.share(values, (2, *size))
+    ids: list[list[np.ndarray]] = [[] for _ in range(size[0])]
+    if records_kept:
+        # Of the source alone: another rank that rounds differently may keep another number of ids.
+        kept = sampled.scores > -torch.inf if sampled is not None and mesh.is_source else None
+        counts = mesh.share(None if kept is None else kept.sum(-1), size).long()
+        flat = mesh.share(None if kept is None else kept.nonzero()[:, -1], (int(counts.sum()),))
+        arrays = np.split(flat.numpy().astype(np.int32), counts.flatten().cumsum(0)[:-1].numpy())
+        ids = [arrays[start : start + size[1]] for start in range(0, len(arrays), size[1])]
+    return list(zip(tokens.long().tolist(), logprobs.tolist(), ids, strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Sampling:
     """Sample only among the fewest most likely tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
     """Sample only among tokens whose probability is at least this fraction of the largest one."""
+    records_kept: bool = False
+    """Record the ids that the filters keep for each token, see `Continuation.kept`."""
 
     @property
     def is_greedy(self) -> bool:
@@ -53,7 +56,19 @@ def scores(logits: Tensor, sampling: Sampling) -> Tensor:
     return filtered
 
 
-def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+class Sampled(NamedTuple):
+    """Sampled tokens and what they were sampled from."""
+
+    tokens: Tensor
+    """int64 [...]."""
+    logprobs: Tensor
+    """FP32 [...]: logarithms of the probabilities of the tokens: in the distribution that they were sampled from, or,
+    for the most likely tokens, in the distribution of the logits."""
+    scores: Tensor
+    """FP32 [..., V]: see `scores`."""
+
+
+def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> Sampled:
     """Sample one token of each row, or take the most likely one.
 
     A sampled token is the first one at which the running sum of the probabilities, in FP64, exceeds
@@ -63,11 +78,6 @@ def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor)
         logits: FP32 [..., V].
         seeds: int64 [...].
         positions: int64 [...], position of the token in its sequence.
-
-    Returns:
-        Tokens, int64 [...].
-        Logarithms of their probabilities, FP32 [...]: in the distribution that they were sampled from, or, for the most
-        likely tokens, in the distribution of the logits.
     """
     filtered = scores(logits, sampling)
     probabilities = filtered.softmax(-1)
@@ -77,7 +87,7 @@ def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor)
         sums = probabilities.cumsum(-1, dtype=torch.float64)
         # Less than the last sum, whatever it rounds to: the number is at most 1 - 2**-52.
         tokens = torch.searchsorted(sums, uniform(seeds, positions).unsqueeze(-1) * sums[..., -1:], right=True)
-    return tokens.squeeze(-1), probabilities.gather(-1, tokens).log().squeeze(-1)
+    return Sampled(tokens.squeeze(-1), probabilities.gather(-1, tokens).log().squeeze(-1), filtered)
 
 
 @torch.no_grad()
@@ -115,8 +125,8 @@ def continue_tokens(
             break
         logits = logits_of(torch.tensor([tokens], device=device))[0, -1:, :vocab_size].float()
         position = torch.tensor([len(tokens)], device=device)
-        next_token, _ = sample(logits, sampling, torch.zeros_like(position), position)
-        token = int(next_token)  # sync: the next call needs the token
+        sampled = sample(logits, sampling, torch.zeros_like(position), position)
+        token = int(sampled.tokens)  # sync: the next call needs the token
         if token in stop:
             break
         tokens.append(token)

@@ -34,6 +34,8 @@ from glm46.run.plan import Plan, replicas_reduce_once
 from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 
+_REPLAYED = ("routes", "kept")
+"""Fields that are arguments of the model: choices of the engine that generated a sample."""
 StageResults = list[list[LossSums | StageOutput]]
 """For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch."""
 
@@ -218,10 +220,10 @@ class Network:
         `release` after the last batch.
 
         Args:
-            replay_routes: use the experts of the batch's ``routes``.
+            replay_routes: use the experts of the batch's ``routes``. Its ``kept`` tokens always hold.
             adapted: False computes with the base alone, without adapters.
         """
-        fields = ("routes",) if replay_routes else ()
+        fields = [name for name in _REPLAYED if name in batch and (replay_routes or name != "routes")]
         inputs = self.to_device(batch, fields)
         with nullcontext() if adapted else without_adapters(self.models):
             if self.pipeline is not None:
@@ -267,7 +269,7 @@ class TrainedNetwork(Network):
         self.route_at(schedule_value(moe.router_temperature, clock))
         batches = [self.to_device(batch, objective.fields) for batch in micro_batches]
         arguments = {"options": routing_options(moe), "form": objective.form}
-        loss_fields = [name for name in objective.fields if name != "routes"]  # an argument of the model
+        loss_fields = [name for name in objective.fields if name not in _REPLAYED]
         outputs = self.forward_backward(batches, arguments, loss_with_auxiliary, auxiliary, loss_fields)
         grad_norm = global_grad_norm(self.parameters.values(), self.cluster.device, self.cluster.meshes.pipeline)
         return StepSums(

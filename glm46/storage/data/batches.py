@@ -38,6 +38,8 @@ class Batch(_Rows, total=False):
     """int64 [B, S]: id of the earlier document that a token also attends to, -1 for none; see `attention_layout`."""
     routes: Tensor
     """[B, S, L, A]: experts to route to instead of the router's choice, see `compute/model/routes.py`."""
+    kept: Tensor
+    """int32 [B, K, S]: token ids to which the distribution of a label is restricted, see `token_logprobs`."""
 
 
 class BatchBuilder:

@@ -90,8 +90,17 @@ class PolicyGradient:
     log-probabilities are computed with the same ``form``.
     """
 
-    def __init__(self, network: Network, config: ResolvedRL, temperature: float, *, is_on_policy: bool = False):
-        """With ``is_on_policy`` (see `ResolvedRL.is_on_policy`) batches need no ``old_logprobs`` or ``correction``."""
+    def __init__(
+        self,
+        network: Network,
+        config: ResolvedRL,
+        temperature: float,
+        *,
+        is_on_policy: bool = False,
+        is_restricted: bool = False,
+    ):
+        """With ``is_on_policy`` (see `ResolvedRL.is_on_policy`) batches need no ``old_logprobs`` or ``correction``.
+        With ``is_restricted`` they have ``kept``, and distributions are over these tokens alone."""
         self._is_on_policy = is_on_policy
         self.record: Callable[[Tensor, Batch], None] = lambda logprobs, batch: None
         """Takes the log-probabilities of an on-policy step; they are the old log-probabilities of its rollout."""
@@ -106,6 +115,8 @@ class PolicyGradient:
         self._fields_of_sums = (*self.fields, "rollout_logprobs")
         if config.routing_replay:
             self.fields += ("routes",)  # read by the model, not by the loss
+        if is_restricted:
+            self.fields += ("kept",)  # read by the head
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""

@@ -38,6 +38,8 @@ class PackShape(NamedTuple):
     """Shape of the model under routing replay, otherwise None."""
     shares_prompts: bool = False
     """True if samples of one prompt in the same row share one copy of its tokens."""
+    restricts: bool = False
+    """True if batches have the tokens that each label was sampled from."""
 
 
 class Item(NamedTuple):
@@ -192,7 +194,9 @@ def build_batch(
     Its fields, int64 [B, S = width]: ``input_ids``, ``positions``, ``document_ids``, ``labels``; ``sample``, the number
     of the sample in the step; ``episode``, equal to ``sample`` in the first sample of each episode, otherwise -1;
     ``place``, the index of each label among the rollout's targets; ``prefix_ids`` if samples share prompts, see
-    `attention_layout`. Under routing replay also ``routes``, marked as missing where the rollout has no routes. For
+    `attention_layout`. Under routing replay also ``routes``, marked as missing where the rollout has no routes. With
+    `PackShape.restricts` also ``kept``, int32 [B, K, S], see `token_logprobs`; K is a power of two for all batches of
+    the rollout, because a pipeline joins them. For
     prediction layers ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one
     and the token that depth k predicts is a target, too.
 
@@ -254,7 +258,25 @@ def build_batch(
     for name in arrays.keys() & columns.keys():
         arrays[name][row, token - np.searchsorted(row, row)] = columns[name]
     batch: Any = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    return batch | {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
+    batch |= {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
+    return batch | ({"kept": _kept(samples, batch["place"])} if shape.restricts else {})
+
+
+def _kept(samples: Samples, place: Tensor) -> Tensor:
+    """Return the ids that labels were sampled from, int32 [B, K, S] with -1 for none, by the place of each label."""
+    width = 1 << max(samples.most_kept - 1, 0).bit_length()
+    table = np.full((*place.shape, width), -1, np.int32)
+    if samples.kept_ids is not None and samples.kept_counts is not None:
+        is_label = place.numpy() >= 0
+        number = place.numpy()[is_label]
+        counts = samples.kept_counts[number]
+        starts = (samples.kept_counts.cumsum() - samples.kept_counts)[number]
+        label = np.arange(len(number)).repeat(counts)
+        column = np.arange(len(label)) - (counts.cumsum() - counts).repeat(counts)
+        rows = np.full((len(number), width), -1, np.int32)
+        rows[label, column] = samples.kept_ids[starts.repeat(counts) + column]
+        table[is_label] = rows
+    return torch.from_numpy(table).transpose(1, 2).contiguous()
 
 
 def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[int, int, int, int | None]]:

@@ -283,7 +283,7 @@ def validate_sets(sampler: Sampler, sets: Sequence[tuple[PromptSetConfig, Sequen
     """
     columns: dict[str, float] = {}
     for table, prompts in sets:
-        rules = sampler.rules._replace(temperature=table.temperature, routes=False)
+        rules = sampler.rules._replace(temperature=table.temperature, routes=False, top_p=1.0, top_k=None)
         scored = _answered(sampler, f"validation {table.name}", prompts, table.samples, rules)
         if scored is None:
             continue

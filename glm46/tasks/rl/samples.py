@@ -60,6 +60,11 @@ class Samples:
     routes: np.ndarray | None = None
     """Under routing replay the experts of all tokens except each sample's last, [T - N, MoE layers, experts of a
     token]; see `compute/model/routes.py`."""
+    kept_ids: np.ndarray | None = None
+    """int32 [sum of kept_counts]: the ids that the targets were sampled from, one target after another; None if they
+    were sampled from the whole vocabulary."""
+    kept_counts: np.ndarray | None = None
+    """int32 [G]: number of these ids of each target."""
     figures: dict[str, float] = field(default_factory=dict)
     """Columns of metrics."""
     waiting: list[tuple[int, int]] = field(default_factory=list)
@@ -87,6 +92,11 @@ class Samples:
         """Index of each target among all targets, -1 at other tokens; int64 [T]."""
         is_target = self.targets >= 0
         return np.where(is_target, is_target.cumsum() - 1, -1)
+
+    @property
+    def most_kept(self) -> int:
+        """Largest number of ids that a target was sampled from; 0 without these numbers."""
+        return 0 if self.kept_counts is None else int(self.kept_counts.max(initial=0))
 
     @property
     def of_targets(self) -> Tensor:
@@ -141,6 +151,8 @@ def to_samples(episodes: Sequence[Episode], part_names: Sequence[str], **facts: 
     tokens[is_generated] = inputs
     targets[is_generated] = np.where(is_target, generated, -1)
     routes = [completion.routes for completion in completions if completion.routes is not None]
+    kept_ids = [completion.kept.ids for completion in completions if completion.kept is not None]
+    kept_counts = np.concatenate([completion.kept_counts for completion in completions]) if kept_ids else None
     parts = np.array([[episode.parts[name] for name in part_names] for episode in episodes])
     return Samples(
         tokens=tokens,
@@ -155,6 +167,8 @@ def to_samples(episodes: Sequence[Episode], part_names: Sequence[str], **facts: 
         parts=parts.reshape(-1, len(part_names)),
         outcome=np.array([episode.completion.finish == "length" for episode in episodes], np.uint8),
         routes=np.concatenate(routes) if routes else None,
+        kept_ids=None if kept_counts is None else np.concatenate(kept_ids)[is_target.repeat(kept_counts)],
+        kept_counts=None if kept_counts is None else kept_counts[is_target],
         part_names=list(part_names),
         **facts,
     )

@@ -78,6 +78,7 @@ class StepBuilder:
             model=plan.shape if config.routing_replay else None,
             # The second prediction layer would read completions at the end of a shared prompt.
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
+            restricts=plan.config.reinforcement[1].is_filtered,
         )
 
     def _micro_batches(self, min_count: int) -> int:

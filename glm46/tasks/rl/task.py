@@ -78,6 +78,8 @@ class Reinforcement(Task):
             frozenset(stop_ids(self.tokenizer)),
             self.tokenizer.vocab_size,
             self._config.routing_replay,
+            rollout.top_p,
+            rollout.top_k,
         )
         failed_folder = Path(plan.config.job.dump_folder, FOLDER, "failed")
         needs_score = any(reward.name == "score" for reward in self._config.rewards)
@@ -99,6 +101,7 @@ class Reinforcement(Task):
             self._config,
             rollout.temperature,
             is_on_policy=self._config.is_on_policy(plan.config.training.global_batch_size),
+            is_restricted=rollout.is_filtered,
         )
         self.objectives: dict[str, Objective] = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:

@@ -20,6 +20,7 @@ from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.records import (
     Completion,
     Episode,
+    KeptTokens,
     Request,
     SamplingRules,
     pack_groups,
@@ -181,7 +182,7 @@ class LocalEngine:
         return Generation(
             self._decoder,
             begun,
-            sampling=Sampling(rules.temperature),
+            sampling=Sampling(rules.temperature, rules.top_k, rules.top_p, records_kept=rules.are_filtered),
             stop=rules.stop,
             vocab_size=rules.vocab_size,
             **calls,
@@ -202,6 +203,7 @@ class LocalEngine:
             (),
             sample.drafted,
             sample.accepted,
+            kept=_kept_tokens(sample.kept) if rules.are_filtered else None,
         )
 
     def _packed(self, ended: Mapping[int, Continuation], rules: SamplingRules) -> bytes:
@@ -227,6 +229,11 @@ def _part(whole: Tensor, local: Tensor) -> Tensor:
 def _unpacked(contents: Sequence[bytes]) -> dict[int, Completion]:
     groups = [unpack_groups(content) for content in contents if content]
     return {number: end.completion for group in groups for number, (end,) in group.items()}
+
+
+def _kept_tokens(arrays: Sequence[np.ndarray]) -> KeptTokens:
+    counts = np.array([len(ids) for ids in arrays], np.int32)
+    return KeptTokens(np.concatenate([np.zeros(0, np.int32), *arrays]), counts)
 
 
 def _continuation(request: Request) -> Continuation:

@@ -25,7 +25,7 @@ class Request(NamedTuple):
 
 
 class SamplingRules(NamedTuple):
-    """Sampling settings for all requests of a call: full distribution, without top-p and top-k."""
+    """Sampling settings for all requests of a call."""
 
     temperature: float
     """Logits are divided by it; 0 takes the most likely token, with its log-probability at 1."""
@@ -35,6 +35,24 @@ class SamplingRules(NamedTuple):
     """Token ids from this one on are padding rows of the head; their probability is 0."""
     routes: bool = False
     """Return the chosen experts."""
+    top_p: float = 1.0
+    """See `Sampling`; below 1 the tokens that it keeps are returned."""
+    top_k: int | None = None
+    """See `Sampling`; if it is given, the tokens that it keeps are returned."""
+
+    @property
+    def are_filtered(self) -> bool:
+        """True if tokens are sampled from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
+
+
+class KeptTokens(NamedTuple):
+    """The ids that each token of a completion was sampled from. Completions of rules that filter have it."""
+
+    ids: np.ndarray
+    """int32 [sum of counts]."""
+    counts: np.ndarray
+    """int32 [tokens]; 0 for tokens that were not sampled, such as those of a reply."""
 
 
 class Completion(NamedTuple):
@@ -62,12 +80,19 @@ class Completion(NamedTuple):
     prompt: Sequence[int] = ()
     """Tokens before a sample. A recorded turn has here the reply that came before it, or its seed alone if a program
     requested it. Empty as engines return it."""
+    kept: KeptTokens | None = None
+    """What the tokens were sampled from; None for samples of the whole vocabulary."""
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Runs of equal `versions`: index of the first token, and version."""
         versions = self.versions
         return [(i, version) for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+
+    @property
+    def kept_counts(self) -> np.ndarray:
+        """`KeptTokens.counts`, zeros without."""
+        return np.zeros(len(self.tokens), np.int32) if self.kept is None else self.kept.counts
 
     def extended(self, reply: list[int], turn: "Completion") -> "Completion":
         """Append a reply, which may be empty, and the completion generated after it."""
@@ -83,11 +108,21 @@ class Completion(NamedTuple):
             drafted=self.drafted + turn.drafted,
             accepted=self.accepted + turn.accepted,
             prompt=self.prompt,
+            kept=_appended_kept(self, len(reply), turn),
         )
 
 
 NOTHING = Completion([], [], "abort", [], None)
 """A completion without tokens."""
+
+
+def _appended_kept(first: Completion, reply: int, then: Completion) -> KeptTokens | None:
+    """Return `Completion.kept` of two completions with this many tokens of a reply between them."""
+    if first.kept is None and then.kept is None:
+        return None
+    ids = [completion.kept.ids for completion in (first, then) if completion.kept is not None]
+    counts = [first.kept_counts, np.zeros(reply, np.int32), then.kept_counts]
+    return KeptTokens(np.concatenate(ids), np.concatenate(counts))
 
 
 def token_versions(spans: Iterable[tuple[int, int]], count: int) -> list[int]:
@@ -165,7 +200,7 @@ class Engine(Protocol):
         """Free the resources of the engine."""
 
 
-LINES = 2
+LINES = 3
 """Format version of the lines of a group file, each a checksum and `pack_groups`. Groups in another format are
 generated again."""
 
@@ -175,16 +210,18 @@ def _array(_: object, packed: ValidationInfo) -> np.ndarray:
     return np.load(packed.context, allow_pickle=False)
 
 
+_Array = Annotated[np.ndarray, PlainValidator(_array)]
 _CompletionRow = tuple[
     list[int],
     list[float],
     Finish,
     list[tuple[int, int]],
-    Annotated[np.ndarray, PlainValidator(_array)] | None,
+    _Array | None,
     tuple[tuple[int, int], ...],
     int,
     int,
     tuple[tuple[int, int], ...],
+    tuple[_Array, _Array] | None,
 ]
 """The fields of `Completion` in their order, with spans instead of versions and without the prompt."""
 _EpisodeRow = tuple[
@@ -196,15 +233,16 @@ _GROUPS = TypeAdapter(dict[int, list[_EpisodeRow]])
 
 
 def _packed_completion(completion: Completion) -> _CompletionRow:
-    tokens, logprobs, finish, _, routes, replies, drafted, accepted, contradicted, _ = completion
-    return tokens, logprobs, finish, completion.spans, routes, replies, drafted, accepted, contradicted
+    tokens, logprobs, finish, _, routes, replies, drafted, accepted, contradicted, _, kept = completion
+    return tokens, logprobs, finish, completion.spans, routes, replies, drafted, accepted, contradicted, kept
 
 
 def _unpacked_completion(row: _CompletionRow, prompt: Sequence[int] = ()) -> Completion:
-    tokens, logprobs, finish, spans, routes, replies, drafted, accepted, contradicted = row
+    tokens, logprobs, finish, spans, routes, replies, drafted, accepted, contradicted, kept = row
     versions = token_versions(spans, len(tokens))
+    sets = None if kept is None else KeptTokens(*kept)
     return Completion(
-        tokens, logprobs, finish, versions, routes, replies, drafted, accepted, contradicted, prompt=prompt
+        tokens, logprobs, finish, versions, routes, replies, drafted, accepted, contradicted, prompt=prompt, kept=sets
     )
 
 
@@ -221,15 +259,15 @@ def _unpacked_episode(row: _EpisodeRow) -> Episode:
 
 
 def _to_bytes(rows: object) -> bytes:
-    """Pack rows without pickle: a line of JSON followed by the experts of all completions as NumPy arrays."""
-    experts = io.BytesIO()
+    """Pack rows without pickle: a line of JSON followed by the arrays of all completions in NumPy's format."""
+    arrays = io.BytesIO()
 
     def outside(array: np.ndarray) -> str:
         assert isinstance(array, np.ndarray), array
-        np.save(experts, array, allow_pickle=False)
+        np.save(arrays, array, allow_pickle=False)
         return "behind the line"
 
-    return to_json(rows, fallback=outside) + b"\n" + experts.getvalue()
+    return to_json(rows, fallback=outside) + b"\n" + arrays.getvalue()
 
 
 def pack(completions: Iterable[Completion]) -> bytes:

@@ -84,6 +84,56 @@ def test_logprobs_entropies_and_both_gradients_equal_the_plain_formula(chunk, en
         assert relative_error(ours, theirs) < 2e-6
 
 
+def kept_tokens(labels, vocabulary, most=9):
+    """Sets of 1 to ``most`` tokens with the label among them, int32 [1, K, T]; some labels have none."""
+    generator = torch.Generator().manual_seed(3)
+    kept = torch.full((len(labels), most), -1, dtype=torch.int32)
+    for token, label in enumerate(labels.tolist()):
+        size = token % (most + 1)  # 0: the whole vocabulary
+        others = torch.randperm(vocabulary, generator=generator)
+        chosen = torch.cat([torch.tensor([max(label, 0)]), others[others != label]])[:size]
+        kept[token, :size] = chosen[torch.randperm(size, generator=generator)].int()
+    return kept.t().unsqueeze(0)
+
+
+def plain_over(kept, hidden, weight, labels, temperature):
+    """`plain` with a logit of minus infinity for each token that is not kept."""
+    logits = (hidden @ weight.t()) / temperature
+    is_kept = torch.zeros(logits.shape[0], logits.shape[1] + 1, dtype=torch.bool)
+    is_kept.scatter_(1, kept[0].t().long() % (logits.shape[1] + 1), True)  # -1 is the column too many
+    is_kept = is_kept[:, :-1] | (kept[0] < 0).all(0).unsqueeze(1)
+    logprobs = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    is_target = labels != IGNORE
+    of_labels = logprobs.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).where(is_target, 0)
+    entropy = -(logprobs.exp() * logprobs.masked_fill(~is_kept, 0)).sum(-1)
+    return HeadOutput(logprobs.argmax(-1), None, of_labels, entropy.where(is_target, 0))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distributions_over_kept_tokens_equal_the_plain_formula(chunk, dtype, relative_error):
+    """Logits of order 10: FP32 sums of 12 products. In BF16 the logits are rounded to 2**-9 of themselves."""
+    hidden, weight, labels = example(spread=1.0, dtype=dtype)
+    kept, weights = kept_tokens(labels, len(weight)), token_weights(labels)
+    exact = in_fp64(hidden, weight)
+    found = token_logprobs(
+        hidden.unsqueeze(0), weight, labels.unsqueeze(0), chunk_tokens=chunk, entropy=True, temperature=0.7, kept=kept
+    )
+    found = HeadOutput(found.predictions[0], None, found.logprobs[0], found.entropy[0])
+    want = plain_over(kept, *exact, labels, 0.7)
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    assert relative_error(found.logprobs, want.logprobs) < bound and relative_error(found.entropy, want.entropy) < bound
+    is_target = labels != IGNORE
+    alone = is_target & ((kept[0] >= 0).sum(0) == 1)
+    assert alone.any() and not found.logprobs[alone].any() and not found.entropy[alone].any()
+    got = torch.autograd.grad(weighted(found, weights), (hidden, weight))
+    for ours, theirs in zip(got, torch.autograd.grad(weighted(want, weights), exact), strict=True):
+        assert relative_error(ours, theirs) < bound
+    assert not got[0][alone].any()
+    if dtype == torch.float32:
+        assert torch.equal(found.predictions[is_target], want.predictions[is_target])
+
+
 @pytest.mark.parametrize("which", ["logprobs", "entropy"])
 def test_an_objective_may_use_one_of_the_two_alone(which, relative_error):
     hidden, weight, labels = example()

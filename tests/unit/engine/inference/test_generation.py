@@ -111,6 +111,23 @@ def test_cache_batch_and_drafts_do_not_change_greedy_tokens(changes, speculative
     assert any(len(row) == 20 for row in want)
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_the_kept_tokens_of_each_place_are_those_of_the_whole_sequence(predictable, speculative):
+    """As the filters choose them, accepted drafts included."""
+    rule = Sampling(4.0, top_k=5, top_p=0.9, records_kept=True)
+    rows = [Continuation([start, start + 1], 12, seed=start) for start in range(6)]
+    decoder = decoder_for(predictable, rows[:4], drafts=speculative)
+    Generation(decoder, rows, sampling=rule, stop=frozenset({3}), vocab_size=21).run()
+    counts = [len(ids) for row in rows for ids in row.kept]
+    assert min(counts) < max(counts) == 5 and (sum(row.accepted for row in rows) > 0) == speculative
+    for row in rows:
+        with torch.no_grad():
+            logits = predictable(torch.tensor([[*row.prompt, *row.tokens]]))[0, len(row.prompt) - 1 : -1, :21]
+        kept = sampling.scores(logits, rule) > -torch.inf
+        assert [ids.tolist() for ids in row.kept] == [places.nonzero().flatten().tolist() for places in kept]
+        assert all(token in ids for token, ids in zip(row.tokens, row.kept, strict=True))
+
+
 @pytest.mark.parametrize("changes", [{}, LATENT, SPARSE], ids=["grouped", "latent", "sparse"])
 def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence(changes):
     model = random_model(vocab_size=61, num_nextn_predict_layers=2, **changes)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import re
 import time
 from math import prod
@@ -24,7 +25,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.tasks.rl import journal, loop, rollouts
+from glm46.tasks.rl import journal, loop, packing, rollouts
 from glm46.tasks.rl.journal import read_rollout, removable
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.rollout import local
@@ -58,6 +59,24 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
     torch.seed()
     assert train(stopped) == 0 and len(generated) == 3
     assert tensor_hashes(stopped.checkpoint_folder, 3) == tensor_hashes(whole.checkpoint_folder, 3)
+
+
+@pytest.mark.slow
+def test_a_run_on_kept_tokens_agrees_with_its_engine(make_run, monkeypatch):
+    """The first step has the engine's distributions, of policy and reference; without the sets it has not."""
+    kl = {"weight": 0.1, "where": "loss", "estimator": "k3"}
+    rollout = {"top_p": 0.7, "top_k": 40, "max_new_tokens": 12}
+    config = make_run("kept", 2, {"algorithm": "grpo", "kl": kl}, rollout)
+    assert train(config) == 0
+    first = rows(config)[0]
+    assert first["mismatch_logprob"] < 1e-6 and abs(first["mismatch_kl"]) < 1e-10 and abs(first["reference_kl"]) < 1e-10
+    samples = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
+    assert 1 < samples.most_kept < 40, "both filters exclude tokens"
+    assert first["entropy"] < math.log(samples.most_kept)
+    monkeypatch.setattr(packing, "_kept", lambda samples, place: torch.full((len(place), 1, place.shape[1]), -1))
+    other = make_run("whole", 1, {"algorithm": "grpo", "kl": kl}, rollout)
+    assert train(other) == 0
+    assert rows(other)[0]["mismatch_logprob"] > 0.1
 
 
 @pytest.mark.slow

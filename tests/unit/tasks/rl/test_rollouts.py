@@ -21,7 +21,7 @@ from glm46.tasks.rl import stepping
 from glm46.tasks.rl.journal import read_fields, read_rollout, write_fields, write_rollout
 from glm46.tasks.rl.journal_files import rollout_steps
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
-from glm46.tasks.rl.rollout.records import Completion, Episode, SamplingRules
+from glm46.tasks.rl.rollout.records import Completion, Episode, KeptTokens, SamplingRules
 from glm46.tasks.rl.rollouts import _columns, validate_sets
 from glm46.tasks.rl.samples import Samples, to_samples
 
@@ -161,6 +161,37 @@ def test_samples_of_a_row_share_their_prompt():
     assert batch["document_ids"] == [0, 0, 1, 1, 1, 2, 3, 3, 3, -1]
     assert batch["prefix_ids"] == [-1, -1, 0, 0, 0, 0, -1, -1, -1, -1]
     assert batch["sample"] == [-1, -1, 0, 0, 0, 1, -1, 2, 2, -1]
+
+
+def test_tokens_that_the_engine_kept_stand_at_the_labels(tmp_path):
+    """Tokens of a reply and prompts have none; the journal has them; samples that share a prompt keep their own."""
+    counts = np.array([1, 0, 0, 3, 2], np.int32)
+    ids = np.array([7, 50, 8, 60, 9, 61], np.int32)
+    answer = Completion(
+        [7, 4, 4, 8, 9], [-1.0] * 5, "stop", [3] * 5, None, ((1, 3),), prompt=[5, 6], kept=KeptTokens(ids, counts)
+    )
+    other = sample(8, [5, 6], [1, 2], 0.0)
+    other.samples[0] = other.completion._replace(
+        kept=KeptTokens(np.array([1, 2, 70, 71, 72, 73], np.int32), np.array([1, 5], np.int32))
+    )
+    write_rollout(tmp_path, rollout_of(Episode([answer], group=8, reward=1.0, parts={"exact": 1.0}), other), "same")
+    rollout = read_rollout(tmp_path, 4, "same")
+    assert rollout.kept_counts.tolist() == [1, 3, 2, 1, 5] and rollout.most_kept == 5
+    shape = PackShape(seq_len=12, rows=1, ranks=1, micro_batches=None, mtp_depth=0, restricts=True)
+    for shares in (False, True):
+        batch = batch_of(rollout, [[0, 1]], shape._replace(shares_prompts=shares))
+        assert batch["kept"].dtype == torch.int32 and batch["kept"].shape == (1, 8, 12), "a power of two"
+        found = {
+            int(label): [int(token) for token in kept if token >= 0]
+            for label, kept in zip(batch["labels"][0], batch["kept"][0].T, strict=True)
+        }
+        assert found == {IGNORE: [], 7: [7], 8: [50, 8, 60], 9: [9, 61], 1: [1], 2: [2, 70, 71, 72, 73]}
+
+
+def test_labels_as_completions_are_restricted_to_nothing(rollout):
+    shape = PackShape(seq_len=8, rows=2, ranks=1, micro_batches=None, mtp_depth=0, restricts=True)
+    batch = batch_of(rollout, [[0, 2], []], shape)
+    assert batch["kept"].shape == (2, 1, 8) and (batch["kept"] == -1).all()
 
 
 def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model():

@@ -17,6 +17,7 @@ from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
 from glm46.tasks.rl.rollout.records import (
     Completion,
     Episode,
+    KeptTokens,
     Request,
     SamplingRules,
     rest,
@@ -244,6 +245,17 @@ def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
     assert conversation.tokens == [5, 6, 30, 31, 7] and conversation.replies == ((2, 4),)
     assert conversation.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2]
     assert rest(Request([8, 9, 9], 40, 6), first) == Request([8, 9, 9, 5, 6], 42, 4, known=4)
+    sets = [
+        KeptTokens(np.arange(n, dtype=np.int32), np.array(counts, np.int32)) for n, counts in ((3, [1, 2]), (1, [1]))
+    ]
+    first_kept, then_kept = first._replace(kept=sets[0]), then._replace(kept=sets[1])
+    for kept, ids, counts in (
+        (first_kept.extended([30], then_kept).kept, [0, 1, 2, 0], [1, 2, 0, 1]),
+        (first_kept.extended([30], then).kept, [0, 1, 2], [1, 2, 0, 0]),
+        (first.extended([], then_kept).kept, [0], [0, 0, 1]),
+    ):
+        assert (kept.ids.tolist(), kept.counts.tolist()) == (ids, counts)
+    assert conversation.kept is None
     stopped = first.extended([], Completion([], [], "abort", [], np.full((5, 1, 1), 2, np.uint8)))
     assert stopped.tokens == first.tokens and stopped.routes.tolist() == first.routes.tolist()
 

@@ -12,8 +12,10 @@ import pytest
 from glm46.tasks.rl.rollout import first_rank
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
 from glm46.tasks.rl.rollout.records import (
+    LINES,
     Completion,
     Episode,
+    KeptTokens,
     pack_groups,
     unpack_groups,
 )
@@ -34,6 +36,7 @@ def test_completions_are_the_same_after_the_way():
             routes[:1].astype(np.uint16),
             ((1, 2),),
             contradicted=((0, 8),),
+            kept=KeptTokens(np.array([9, 4, 9], np.int32), np.array([2, 0, 1], np.int32)),
         ),
     ]
     first, *others = (one._replace(prompt=[7] * i) for i, one in enumerate(completions))
@@ -47,20 +50,25 @@ def test_completions_are_the_same_after_the_way():
         (end[1:], [s.prompt for s in end.samples]) for end in ends
     ]
     for before, after in zip(completions, (s._replace(prompt=()) for end in found for s in end.samples), strict=True):
-        assert before[:4] == after[:4] and before[5:] == after[5:]
+        assert before[:4] == after[:4] and before[5:10] == after[5:10]
+        assert (before.kept is None) == (after.kept is None)
+        for sent, received in zip(before.kept or (), after.kept or (), strict=True):
+            assert received.dtype == np.int32 and np.array_equal(sent, received)
         assert (before.routes is None) == (after.routes is None)
         if before.routes is not None:
             assert after.routes.dtype == before.routes.dtype and np.array_equal(before.routes, after.routes)
     assert unpack_groups(pack_groups({})) == {}
 
 
-def test_groups_that_an_older_release_stored_are_read_and_written_again_to_the_byte():
+def test_stored_groups_are_read_and_written_again_to_the_byte():
+    """A release that stores other lines raises `LINES`."""
     line = (
-        b'{"5":[[[[[7,7],[[5,2,9],[-0.5,0.0,-1.25],"stop",[[0,7],[2,8]],"behind the line",[[1,2]],4,3,[[0,8]]]],'
-        b'[[3],[[6],[-2.0],"length",[[0,7]],null,[],0,0,[]]]],"",0.5,false,"",5,1.5,{"exact":1.0}]],'
+        b'{"5":[[[[[7,7],[[5,2,9],[-0.5,0.0,-1.25],"stop",[[0,7],[2,8]],"behind the line",[[1,2]],4,3,[[0,8]],null]],'
+        b'[[3],[[6],[-2.0],"length",[[0,7]],null,[],0,0,[],null]]],"",0.5,false,"",5,1.5,{"exact":1.0}]],'
         b'"3":[[[],"a fault",null,false,"",-1,null,{}],'
-        b'[[[[11],[[6],[-2.0],"length",[[0,7]],null,[],0,0,[]]]],"",null,true,"",-1,null,{}]]}\n'
+        b'[[[[11],[[6],[-2.0],"length",[[0,7]],null,[],0,0,[],null]]],"",null,true,"",-1,null,{}]]}\n'
     )
+    assert LINES == 3
     routes = io.BytesIO()
     np.save(routes, np.arange(6, dtype=np.uint8).reshape(3, 1, 2))
     groups = unpack_groups(line + routes.getvalue())
