@@ -278,7 +278,8 @@ class Transformer(nn.Module):
                 hidden = hidden.detach()
             layers = list(self.mtp.values())
             layer_statistics: list[RoutingStatistics] = []
-            for k in range(mtp_labels.shape[1]):
+            depths = mtp_labels.shape[1] if layers else 0  # a model without prediction layers ignores their targets
+            for k in range(depths):
                 index = k % len(layers)
                 hidden, call_statistics = layers[index](hidden, mtp_embeddings[:, k], *context)
                 if k < len(layers):
