@@ -100,7 +100,9 @@ class StagePart:
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
         """Return the parameters outside of blocks: embedding, last norm and head."""
         names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
-        return _of_run(part_rows(shape, *names), shape, None if self.frozen is None else self.frozen[0])
+        first = self.frozen[0] if self.frozen else None
+        # In the base of adapters, as the layers are; the adapters themselves belong to layers.
+        return _of_run(part_rows(shape, *names), shape, None if first is None else replace(first, adapters=()))
 
     def rows(self, shape: ModelShape) -> list[Parameter]:
         """Return all parameters and buffers of the stage."""
