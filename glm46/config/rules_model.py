@@ -33,18 +33,22 @@ def rotated_part_is_even(shape: ModelShape) -> Faults:
         )
 
 
+def _missing_among(shape: ModelShape, keys: tuple[str, ...], attention: str, flavor: str) -> Faults:
+    """Yield a fault if some of the keys that a kind of attention needs together are absent, and others are not."""
+    missing = [f"model.shape.{key}" for key in keys if getattr(shape, key) is None]
+    if len(missing) < len(keys):
+        yield fault(
+            f"`{missing[0]}`: is absent, and other keys of {attention} are there; set it, or take the flavor {flavor}",
+            *missing,
+        )
+
+
 @rule
 def latent_keys_fit_together(shape: ModelShape) -> Faults:
     """Latent attention has all of its keys, heads of one width, and no key of grouped-query attention alone."""
     keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    missing = [f"model.shape.{key}" for key in keys if getattr(shape, key) is None]
-    if missing:
-        if len(missing) < len(keys):
-            yield fault(
-                f"`{missing[0]}`: is absent, and other keys of latent attention are there; set it, or take the "
-                "flavor GLM-4.7-Flash",
-                *missing,
-            )
+    if any(getattr(shape, key) is None for key in keys):
+        yield from _missing_among(shape, keys, "latent attention", "GLM-4.7-Flash")
         return
     rotated = shape.qk_rope_head_dim or 0
     width = rotated + (shape.qk_nope_head_dim or 0)
@@ -75,14 +79,8 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
 def indexer_keys_fit_together(shape: ModelShape) -> Faults:
     """Sparse attention has all of its keys, latent attention below it, and an indexer in the first layer."""
     keys = ("index_n_heads", "index_head_dim", "index_topk")
-    missing = [f"model.shape.{key}" for key in keys if getattr(shape, key) is None]
-    if missing:
-        if len(missing) < len(keys):
-            yield fault(
-                f"`{missing[0]}`: is absent, and other keys of sparse attention are there; set it, or take the flavor "
-                "GLM-5.2",
-                *missing,
-            )
+    if any(getattr(shape, key) is None for key in keys):
+        yield from _missing_among(shape, keys, "sparse attention", "GLM-5.2")
         return
     if not shape.is_latent:
         yield fault("`model.shape.index_topk`: needs latent attention; set `model.shape.kv_lora_rank` and its keys")
