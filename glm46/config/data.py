@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from glm46.config.field_rules import OF_TEXT, AtMost, Excludes
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.config.section import CountOrAll, OnHub, Section, StoredPath
 from glm46.config.text_recipe import Recipe
@@ -64,6 +65,9 @@ class DataStageConfig(Section):
     rope_scaling: RopeScalingConfig | None = None
     """Stretching of positions, a table like [model.shape.rope_scaling]. A factor of 1 stretches nothing, also where
     model.shape.rope_scaling is set. Absent: model.shape.rope_scaling."""
+
+    indexer: IndexerTraining | None = None
+    """What the stage trains, see indexer.train. Absent: indexer.train."""
 
     weights: Annotated[tuple[float, ...], AfterValidator(_shares)] | None = None
     """Share of each source in the order of data.sources; 0 skips a source. Absent: the weights of the sources."""

@@ -106,6 +106,25 @@ def indexer_keys_fit_together(shape: ModelShape) -> Faults:
 
 
 @rule
+def indexers_can_learn(config: RunConfig, shape: ModelShape) -> Faults:
+    """Indexers learn only where the model has some, from text, together with all weights or alone."""
+    values: dict[str, str | None] = {"indexer.train": config.indexer.train}
+    values |= {f"data.stages[{index}].indexer": stage.indexer for index, stage in enumerate(config.data.stages)}
+    for key, value in values.items():
+        if value in (None, "frozen"):
+            continue
+        if not shape.is_sparse:
+            yield fault(f'`{key}`: this model has no indexers (`model.shape.index_topk`); take "frozen"')
+        for other, is_set, reason in (
+            ("rl", config.rl is not None, "in which GLM's makers freeze indexers"),
+            ("adapter", config.adapter is not None, "whose base is frozen"),
+            ("finetune.train_only", config.trains_only_drafts, "which freezes everything else"),
+        ):
+            if is_set:
+                yield fault(f'`{key}`: is not possible with `{other}`, {reason}; take "frozen"')
+
+
+@rule
 def depths_train_every_prediction_layer(config: RunConfig, shape: ModelShape) -> Faults:
     """There are at least as many prediction depths as prediction layers, so that each layer learns."""
     depths = config.mtp.depths

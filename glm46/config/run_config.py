@@ -14,6 +14,7 @@ from glm46.config.data import DataConfig
 from glm46.config.field_rules import OF_TEXT, Excludes, Needs, Requires
 from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.float8 import Float8Config
+from glm46.config.indexer import IndexerConfig
 from glm46.config.model import ModelConfig
 from glm46.config.moe import MoEConfig, MTPConfig
 from glm46.config.optimizer import LRSchedulerConfig, OptimizerConfig
@@ -73,6 +74,7 @@ class RunConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     moe: MoEConfig = Field(default_factory=MoEConfig)
     mtp: MTPConfig = Field(default_factory=MTPConfig)
+    indexer: IndexerConfig = Field(default_factory=IndexerConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
@@ -27,14 +28,17 @@ class TextStage(NamedTuple):
     """Part of every source's documents that is read, as a range within 0 to 1."""
     shape: ModelShape
     """Shape of the model with the sliding window and the RoPE scaling of the stage."""
+    indexer: IndexerTraining
+    """What the stage trains of a model with sparse attention."""
 
 
 def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
     """Compute the stages of a run in order, without empty stages."""
     weights = tuple(source.weight for source in config.data.sources)
     shape = resolve_shape(config.model)
+    default = config.indexer.train
     if not config.data.stages:
-        return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0), shape),)
+        return (TextStage(0, None, config.training.seq_len, weights, (0.0, 1.0), shape, default),)
     stages: list[TextStage] = []
     clocks = config.data.stage_clocks(config.training.seq_len, config.lr_scheduler.start_tokens)
     first = 0
@@ -43,7 +47,9 @@ def plan_stages(config: RunConfig) -> tuple[TextStage, ...]:
         stop = None if next_clock is None else first + (next_clock - clock) // seq_len
         if stop != first:
             mixture = stage.weights or weights
-            stages.append(TextStage(first, stop, seq_len, mixture, stage.documents, stage.shape_of(shape)))
+            own_shape = stage.shape_of(shape)
+            training = stage.indexer or default
+            stages.append(TextStage(first, stop, seq_len, mixture, stage.documents, own_shape, training))
         first = stop or first  # None: no stage follows
     return tuple(stages)
 

@@ -57,6 +57,21 @@ class Plan:
         )
 
     @property
+    def trains_indexers(self) -> bool:
+        """True if indexers are trained at some point of the run."""
+        return any(stage.indexer != "frozen" for stage in self.text_stages)
+
+    @property
+    def trains_only_indexers(self) -> bool:
+        """True if the run never trains anything else."""
+        return all(stage.indexer == "alone" for stage in self.text_stages)
+
+    @property
+    def sparse_calls(self) -> int:
+        """Number of calls of sparse attention for a token in training; 0 for another kind of attention."""
+        return (self.shape.num_hidden_layers + self.mtp_depths) if self.shape.is_sparse else 0
+
+    @property
     def rows_per_micro_batch(self) -> int:
         """Sequences of one micro-batch over all ranks."""
         return self.config.training.local_batch_size * self.layout.dp_degree

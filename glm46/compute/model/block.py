@@ -10,8 +10,25 @@ from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, RMSNorm
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions, RoutingStatistics
-from glm46.compute.model.sparse_attention import SparseLatentAttention
+from glm46.compute.model.sparse_attention import Choice, SparseLatentAttention
 from glm46.config.model import ModelShape
+
+
+class LayerSums(NamedTuple):
+    """Sums over the tokens of a call of a decoder layer."""
+
+    statistics: RoutingStatistics | None
+    """None for a dense layer."""
+    index_losses: Tensor | None = None
+    """FP32 [2], see `index_loss`; None if there is no indexer to train."""
+
+    def with_call(self, other: "LayerSums") -> "LayerSums":
+        """Add the sums of another call of the same layer, an MoE layer."""
+        assert self.statistics is not None and other.statistics is not None
+        index_losses = None
+        if self.index_losses is not None and other.index_losses is not None:
+            index_losses = self.index_losses + other.index_losses
+        return LayerSums(self.statistics.with_call(other.statistics), index_losses)
 
 
 class LayerOutput(NamedTuple):
@@ -19,11 +36,9 @@ class LayerOutput(NamedTuple):
 
     hidden: Tensor
     """[B, S, D]."""
-    statistics: RoutingStatistics | None
-    """None for a dense layer."""
-    chosen: Tensor | None
-    """int32 [queries, K]: keys that sparse attention chose, for the layers that share the choice, see `choose_keys`.
-    None if all keys are attended to."""
+    sums: LayerSums
+    choice: Choice | None = None
+    """Keys that sparse attention chose, for the layers that share the choice; None for other attention."""
 
 
 def _attention(shape: ModelShape, has_indexer: bool) -> Attention | LatentAttention:
@@ -51,22 +66,25 @@ class TransformerBlock(nn.Module):
         is_real: Tensor | None,
         options: RoutingOptions,
         routes: Tensor | None = None,
-        chosen: Tensor | None = None,
+        choice: Choice | None = None,
     ) -> LayerOutput:
         """Map [B, S, D] to [B, S, D].
 
         Args:
             routes: [B, S, A], see `Router.forward`; only for MoE layers.
-            chosen: `LayerOutput.chosen` of the layer before; only for sparse attention.
+            choice: `LayerOutput.choice` of the layer before; only for sparse attention.
         """
         normed = self.input_layernorm(x)
+        index_losses: Tensor | None = None
         if isinstance(self.self_attn, SparseLatentAttention):
-            attended, chosen = self.self_attn(normed, rope, layout, chosen)
+            attended, choice, index_losses = self.self_attn(
+                normed, rope, layout, choice, is_real, loss=options.index_loss
+            )
         else:
             attended = self.self_attn(normed, rope, layout)
         x = x + attended
         normed = self.post_attention_layernorm(x)
         if self.is_dense:
-            return LayerOutput(x + self.mlp(normed), None, chosen)
+            return LayerOutput(x + self.mlp(normed), LayerSums(None, index_losses), choice)
         y, statistics = self.mlp(normed, is_real, options, routes)
-        return LayerOutput(x + y, statistics, chosen)
+        return LayerOutput(x + y, LayerSums(statistics, index_losses), choice)

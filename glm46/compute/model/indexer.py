@@ -24,6 +24,11 @@ _MAX_SCORES = 2**26
 """Maximum number of products of queries, keys and heads that exist at a time: 256 MB in FP32."""
 
 
+def is_index_weight(name: str) -> bool:
+    """Return whether this is the name of a weight of an indexer."""
+    return ".indexer." in name
+
+
 class IndexTensors(NamedTuple):
     """Output of an indexer for the tokens of a rank."""
 

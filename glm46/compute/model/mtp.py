@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from glm46.compute.model.attention_layout import AttentionLayout
-from glm46.compute.model.block import TransformerBlock
+from glm46.compute.model.block import LayerOutput, TransformerBlock
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.compute.model.layers import Linear, RMSNorm
-from glm46.compute.model.router import RoutingOptions, RoutingStatistics
+from glm46.compute.model.router import RoutingOptions
 from glm46.config.model import ModelShape
 
 
@@ -36,8 +36,8 @@ class MTPLayer(nn.Module):
         layout: AttentionLayout | None,
         is_real: Tensor | None,
         options: RoutingOptions,
-    ) -> tuple[Tensor, RoutingStatistics]:
-        """Compute the hidden state of this depth, [B, S, D], and the routing statistics of its layer.
+    ) -> LayerOutput:
+        """Compute the output of this depth's layer, with the hidden state after the final norm.
 
         Args:
             hidden: [B, S, D], result of the previous depth after its final norm.
@@ -45,7 +45,7 @@ class MTPLayer(nn.Module):
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
         output = self.block(x, rope, layout, is_real, options)
-        return self.norm(output.hidden), output.statistics
+        return output._replace(hidden=self.norm(output.hidden))
 
 
 def draft_places(mtp_labels: Tensor) -> Tensor:

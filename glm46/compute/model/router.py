@@ -6,7 +6,7 @@ different layouts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ class RoutingOptions:
     """Compute the sequence-level balance loss."""
     z_loss: bool = False
     """Compute the router z-loss."""
+    index_loss: Literal["none", "dense", "sparse"] = "none"
+    """Sparse attention: compute the losses of the indexers. dense: over all keys, which are then all attended to;
+    sparse: over the chosen keys."""
     statistics: bool = True
     """Return `RoutingStatistics`. Decoding does not need them and skips their kernels."""
     record: bool = False

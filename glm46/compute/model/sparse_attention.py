@@ -6,11 +6,13 @@ keys, H heads, K chosen keys of a query, L = kv_lora_rank, W = width of the row 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
+from glm46.compute.model.index_loss import AttentionInputs, HeadShare, index_loss
 from glm46.compute.model.indexer import Indexer, IndexTensors, choose_keys, key_spans
 from glm46.compute.model.latent_attention import LatentAttention
 from glm46.config.model import ModelShape
@@ -26,6 +28,26 @@ SparseCore = Callable[
 ]
 """(q [B, S, H, C], rows [B, S, 1, W], index of a layer with an indexer, layout, the choice of an earlier layer) ->
 [B, S, H, C] and the choice."""
+
+
+class Choice(NamedTuple):
+    """Choice of an indexer, for its layer and the following layers without one."""
+
+    keys: Tensor | None
+    """int32 [B * S, K], see `choose_keys`; None if all keys are attended to."""
+    tensors: IndexTensors | None = None
+    """What the indexer computed, with the keys of all tokens that are attended to; only if indexers are trained."""
+
+
+class SparseOutput(NamedTuple):
+    """Result of sparse attention."""
+
+    out: Tensor
+    """[B, S, D]."""
+    choice: Choice
+    index_losses: Tensor | None
+    """See `index_loss`; None if indexers are not trained."""
+
 
 GatherKeys = Callable[[Tensor, AttentionLayout | None], Tensor]
 """(x [B, S, 1, any width], layout) -> [T, width]: the same values for all keys of the layout, in its order."""
@@ -55,25 +77,72 @@ class SparseLatentAttention(LatentAttention):
         self.gather_keys: GatherKeys = local_keys
         self.cached_core: SparseCore | None = None
         """Replaces `attend` while a decoder uses the module."""
+        self.head_share = HeadShare()
+        """Division of the heads over ranks, for the index loss."""
 
     def forward(  # type: ignore[override]  # the choice goes in and out
-        self, x: Tensor, rope: tuple[Tensor, Tensor], layout: AttentionLayout | None, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        layout: AttentionLayout | None,
+        choice: Choice | None,
+        is_real: Tensor | None = None,
+        *,
+        loss: Literal["none", "dense", "sparse"] = "none",
+    ) -> SparseOutput:
         """Attend over [B, S, D]; further arguments as in `LatentAttention`.
 
         Args:
-            chosen: int32 [B * S, K], the choice of an earlier layer, see `choose_keys`; not used by a layer with an
-                indexer.
-
-        Returns:
-            [B, S, D] and the choice of keys; None if no document is longer than K.
+            choice: choice of an earlier layer; not used by a layer with an indexer.
+            is_real: bool [B, S], false for padding, which has no index loss. None: there is none.
+            loss: loss of the indexer to compute, see `RoutingOptions.index_loss`.
         """
         query_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.rotated_queries(query_latent, rope)
-        index = None if self.indexer is None else partial(self.indexer, x, query_latent, rope)
+        rows = self.rows(x, rope)
+        make_index: MakeIndex | None = None
+        if self.indexer is not None:
+            make_index = partial(self.indexer, x, query_latent, rope)
         attend = self.cached_core or self.attend
-        out, chosen = attend(q, self.rows(x, rope), index, layout, chosen)
-        return self.o_proj(out.flatten(2)), chosen
+        earlier_keys = None if choice is None else choice.keys
+        if loss == "none":
+            out, keys = attend(q, rows, make_index, layout, earlier_keys)
+            return SparseOutput(self.o_proj(out.flatten(2)), Choice(keys), None)
+        index = None if choice is None else choice.tensors
+        if make_index is not None:
+            local = make_index()
+            index = local._replace(k_TJ=self.gather_keys(local.k_TJ.view(*x.shape[:2], 1, -1), layout))
+            make_index = partial(_same, local)
+        assert index is not None, "the first layer has an indexer"
+        if loss == "dense":
+            out = self.core(q, rows, self.expand, layout)
+            keys = None
+        else:
+            out, keys = attend(q, rows, make_index, layout, earlier_keys)
+        losses = self._index_losses(index, q, rows, layout, keys, is_real)
+        return SparseOutput(self.o_proj(out.flatten(2)), Choice(keys, index), losses)
+
+    @torch.compiler.disable
+    def _index_losses(
+        self,
+        index: IndexTensors,
+        q: Tensor,
+        rows: Tensor,
+        layout: AttentionLayout | None,
+        chosen: Tensor | None,
+        is_real: Tensor | None,
+    ) -> Tensor:
+        """Compute the losses of this layer for the indexer that made the choice, see `index_loss`."""
+        B, S, _, _ = q.shape
+        with torch.no_grad():
+            attention = AttentionInputs(
+                self.absorbed_queries(q.flatten(0, 1), self.weight_by_head()),
+                self.gather_keys(rows, layout),
+                self.head_dim**-0.5,
+            )
+            spans = key_spans(layout, B, S, q.device)
+        is_real = None if is_real is None else is_real.flatten()
+        return index_loss(index, attention, spans, chosen, is_real, self.top_k, self.head_share)
 
     def attend(
         self,
@@ -100,12 +169,23 @@ class SparseLatentAttention(LatentAttention):
 
     def attend_to_chosen(self, q_NHC: Tensor, rows_TW: Tensor, chosen_NK: Tensor, weight_HCL: Tensor) -> Tensor:
         """Attend from each query to its chosen rows; see `chosen_attention` and `weight_by_head`. Returns [N, H, C]."""
-        # The weights of keys are multiplied with the queries, and the weights of values with the result: all heads
-        # attend to the rows themselves, and keys and values of chosen tokens need not be computed for each query.
-        absorbed = torch.einsum("nhc,hcl->nhl", q_NHC[..., : self.key_part], weight_HCL[:, : self.key_part])
-        q_NHW = torch.cat([absorbed, q_NHC[..., self.key_part :]], dim=-1)
+        q_NHW = self.absorbed_queries(q_NHC, weight_HCL)
         out_NHL, _ = chosen_attention(q_NHW, rows_TW, chosen_NK, self.rank, self.head_dim**-0.5)
         return torch.einsum("nhl,hcl->nhc", out_NHL, weight_HCL[:, self.key_part :])
+
+    def absorbed_queries(self, q_NHC: Tensor, weight_HCL: Tensor) -> Tensor:
+        """Multiply queries with the weights of keys, so that their products with rows are those with keys. Returns
+        [N, H, W].
+
+        With the weights of values applied to the result, all heads attend to the rows themselves: keys and values of
+        chosen tokens need not be computed for each query.
+        """
+        absorbed = torch.einsum("nhc,hcl->nhl", q_NHC[..., : self.key_part], weight_HCL[:, : self.key_part])
+        return torch.cat([absorbed, q_NHC[..., self.key_part :]], dim=-1)
+
+
+def _same(index: IndexTensors) -> IndexTensors:
+    return index
 
 
 def _chunks(num_queries: int, num_chosen: int, width: int) -> list[slice]:

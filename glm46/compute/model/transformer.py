@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from glm46.compute.model.attention_layout import AttentionLayout, attention_layout
-from glm46.compute.model.block import TransformerBlock
+from glm46.compute.model.block import LayerSums, TransformerBlock
 from glm46.compute.model.cross_entropy import HeadForm, HeadOutput, VocabularyPart, summed_loss
-from glm46.compute.model.indexer import Indexer
+from glm46.compute.model.indexer import is_index_weight
 from glm46.compute.model.layers import Linear, RMSNorm, local_weight
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
-from glm46.compute.model.router import Router, RoutingOptions, RoutingStatistics
+from glm46.compute.model.router import Router, RoutingOptions
+from glm46.compute.model.sparse_attention import Choice
 from glm46.config.model import ModelShape
 from glm46.run.function import NetworkFunction
 from glm46.run.parameters import Head
@@ -29,7 +30,8 @@ class LossSums(NamedTuple):
     mtp_losses: Tensor
     """FP32 [K]: the same sum for each multi-token prediction depth."""
     aux_losses: Tensor
-    """FP32 [2]: balance loss and z-loss summed over real tokens and MoE layers."""
+    """FP32 [4], sums over real tokens and layers: balance loss and z-loss of MoE layers; index loss, and attention mass
+    on the keys that indexers would choose, see `index_loss`."""
     tokens_per_expert: Tensor
     """int64 [MoE layers, E]: real tokens of each expert; multi-token prediction layers last."""
     overflow: Tensor
@@ -228,30 +230,31 @@ class Transformer(nn.Module):
         layout = layout or self._layout(document_ids, positions)
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
-        statistics: list[RoutingStatistics] = []
-        chosen: Tensor | None = None
+        layer_sums: list[LayerSums] = []
+        choice: Choice | None = None
         for i, layer in self.layers.items():
             moe_index = int(i) - self.shape.first_k_dense_replace
             layer_routes = None if routes is None or moe_index < 0 else routes[:, :, moe_index]
-            hidden, layer_statistics, chosen = layer(hidden, *context, layer_routes, chosen)
-            if layer_statistics is not None:
-                statistics.append(layer_statistics)
+            output = layer(hidden, *context, layer_routes, choice)
+            hidden = output.hidden
+            choice = output.choice
+            layer_sums.append(output.sums)
         if self.embed_tokens is not None and mtp_input_ids is not None:
             mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
         if self.norm is None:
-            return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, hidden))
+            return StageOutput(hidden, mtp_embeddings, *self._sums(layer_sums, hidden))
         hidden = self.norm(hidden)
         if self.value_head is not None:
             no_losses = hidden.new_zeros(0, dtype=torch.float32)
             predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
             values = self.value_head(hidden)
-            return LossSums(None, no_losses, *self._sums(statistics, hidden), predictions, values=values)
+            return LossSums(None, no_losses, *self._sums(layer_sums, hidden), predictions, values=values)
         if labels is None:
             assert self.lm_head is not None, "the last part has one of the two heads"
             return self.lm_head(hidden)
         restriction: dict[str, Any] = {} if kept is None else {"kept": kept}
         form = partial(form, **restriction)
-        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
+        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, layer_sums, context)
 
     def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
         layout = attention_layout(document_ids, positions.shape, self.shape.sliding_window)
@@ -264,7 +267,7 @@ class Transformer(nn.Module):
         form: HeadForm,
         mtp_embeddings: Tensor | None,
         mtp_labels: Tensor | None,
-        statistics: list[RoutingStatistics],
+        layer_sums: list[LayerSums],
         context: tuple,
     ) -> LossSums:
         """Apply the head, and the prediction depths if there are embeddings. ``context``: further arguments of a
@@ -277,42 +280,52 @@ class Transformer(nn.Module):
                 mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
                 hidden = hidden.detach()
             layers = list(self.mtp.values())
-            layer_statistics: list[RoutingStatistics] = []
+            depth_sums: list[LayerSums] = []
             depths = mtp_labels.shape[1] if layers else 0  # a model without prediction layers ignores their targets
             for k in range(depths):
                 index = k % len(layers)
-                hidden, call_statistics = layers[index](hidden, mtp_embeddings[:, k], *context)
+                output = layers[index](hidden, mtp_embeddings[:, k], *context)
+                hidden = output.hidden
                 if k < len(layers):
-                    layer_statistics.append(call_statistics)
+                    depth_sums.append(output.sums)
                 else:
-                    layer_statistics[index] = layer_statistics[index].with_call(call_statistics)
+                    depth_sums[index] = depth_sums[index].with_call(output.sums)
                 depth_form = _frozen_head_loss if self.mtp_alone else summed_loss
                 heads.append(self.lm_head(hidden, mtp_labels[:, k], depth_form))
-            statistics += layer_statistics
+            layer_sums += depth_sums
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,
             torch.stack(mtp_losses) if mtp_losses else hidden.new_zeros(0, dtype=torch.float32),
-            *self._sums(statistics, hidden),
+            *self._sums(layer_sums, hidden),
             predictions=torch.stack([head.predictions for head in heads]),
             logprobs=heads[0].logprobs,
             entropy=heads[0].entropy,
         )
 
-    def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sums(self, layer_sums: list[LayerSums], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return auxiliary losses, tokens per expert and overflow; works without any MoE layer too."""
+        statistics = [sums.statistics for sums in layer_sums if sums.statistics is not None]
+        no_losses = hidden.new_zeros(2, dtype=torch.float32)
+        router_losses = sum((layer.aux_losses for layer in statistics), no_losses)
+        index_losses = sum((sums.index_losses for sums in layer_sums if sums.index_losses is not None), no_losses)
+        losses = torch.cat([router_losses, index_losses])
         if not statistics:
             counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
-            return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
-        losses = torch.stack([layer.aux_losses for layer in statistics]).sum(0)
+            return losses, counts, counts.new_zeros(0)
         counts = torch.stack([layer.tokens_per_expert for layer in statistics])
         return losses, counts, torch.stack([layer.overflow for layer in statistics])
 
     def freeze_indexers(self) -> None:
-        """Exclude the indexers from training: the loss gives them no gradient."""
-        for module in self.modules():
-            if isinstance(module, Indexer):
-                module.requires_grad_(False)
+        """Exclude the indexers from training, in place."""
+        for name, parameter in self.named_parameters():
+            if is_index_weight(name):
+                parameter.requires_grad_(False)
+
+    def train_only_indexers(self) -> None:
+        """Freeze everything except the indexers, in place."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_index_weight(name))
 
     def routers(self) -> dict[str, Router]:
         """Return the routers of this part by name, in the order of `LossSums.tokens_per_expert`."""

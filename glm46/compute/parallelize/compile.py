@@ -11,6 +11,7 @@ from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.quantised_weights import let_conversions_compile
+from glm46.compute.model.sparse_attention import Choice
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.compiled_code import repair_compiled_code
 
@@ -94,6 +95,9 @@ def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:
                 compat.let_size_vary(argument.cu_seq_k, 0)
                 if isinstance(argument.exchange, KeyExchange):
                     compat.let_size_vary(argument.exchange.keys, 0)
+            elif sizes_vary and isinstance(argument, Choice):
+                if argument.keys is not None:
+                    compat.let_size_vary(argument.keys, 0)
             elif sizes_vary:
                 tensors = argument if type(argument) is tuple else (argument,)  # the rotary tables are a pair
                 for tensor in tensors:

@@ -1,7 +1,6 @@
 """FSDP2: every rank keeps a shard of each parameter and gathers a layer to compute it."""
 
 from collections.abc import Callable, Iterable, Set
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ def apply(model: Transformer, meshes: Meshes, plan: Plan) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        # Layers take FP32 tensors that must stay FP32: weights of the rows of experts, and of the heads of indexers.
+        cast_forward_inputs=False,
     )
     ignored = _unsharded(model, unsharded_kinds(plan))
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": OffloadPolicy(), "ignored_params": ignored}
@@ -38,9 +39,7 @@ def apply(model: Transformer, meshes: Meshes, plan: Plan) -> None:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
                 if set(experts.parameters()) - ignored:  # something to shard
-                    # FSDP2 would round the rows' FP32 weights.
-                    expert_options = layer_options | {"mp_policy": replace(policy, cast_forward_inputs=False)}
-                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **expert_options)
+                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **layer_options)
         fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **layer_options)
     # The root's parameters are used first, last and by every prediction depth: gather them once per step.
     fully_shard(model, mesh=meshes.dense, reshard_after_forward=False, **options)

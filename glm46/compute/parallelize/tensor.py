@@ -12,7 +12,7 @@ gradient norm see matrices split by rows, as for fewer ranks.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from glm46.compute.distributed.groups import group_of_partition
 from glm46.compute.model.attention import Attention
 from glm46.compute.model.cross_entropy import HeadForm, VocabularyPart, summed_loss
 from glm46.compute.model.experts import Experts
+from glm46.compute.model.index_loss import HeadShare
 from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, local_weight
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import Router
-from glm46.compute.model.sparse_attention import SparseLatentAttention
+from glm46.compute.model.sparse_attention import SparseLatentAttention, SparseOutput
 from glm46.compute.model.transformer import OutputHead, Transformer, ValueHead
 from glm46.run.parameters import find_parameter
 
@@ -51,6 +52,10 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
             is_sparse = isinstance(module, SparseLatentAttention)
             on_whole = _choosing_on_whole_sequences if is_sparse else _on_whole_sequences
             replaced.forward = on_whole(module.forward, group)
+            if is_sparse:
+                # The loss of an indexer needs the attention of all heads, and each rank computes it for other queries:
+                # so the gradients of an indexer are partial sums, as those of norms are.
+                replaced.head_share = HeadShare(dist.get_rank(group), mesh.size(), partial(_sum_of_parts, group=group))
             if isinstance(module, Attention) and head_group is not None:
                 projections: tuple[Any, ...] = (module.k_proj, module.v_proj)
                 for projection in projections:
@@ -82,6 +87,11 @@ def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))
 
 
+def _sum_of_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x
+
+
 # The following functions take the forward of a module and return its replacement.
 
 
@@ -94,9 +104,9 @@ def _on_whole_sequences(forward, group: dist.ProcessGroup):
 
 def _choosing_on_whole_sequences(forward, group: dist.ProcessGroup):
     # Indexers are not split: every rank makes the choice of all tokens, from the same numbers.
-    def on_whole_sequences(x: Tensor, *arguments) -> tuple[Tensor, Tensor | None]:
-        out, chosen = forward(gather_sequence(x, group), *arguments)
-        return scatter_sum(out, group), chosen
+    def on_whole_sequences(x: Tensor, *arguments, **options) -> SparseOutput:
+        output: SparseOutput = forward(gather_sequence(x, group), *arguments, **options)
+        return output._replace(out=scatter_sum(output.out, group))
 
     return on_whole_sequences
 

@@ -17,6 +17,7 @@ from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import no_routes
+from glm46.compute.model.sparse_attention import Choice
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference import few_tokens
 from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slots, cached_core
@@ -220,9 +221,9 @@ class Decoder:
             x = torch.empty(size, dtype=self._dtype, device=self.device)
             mesh.receive(x)
         routes_by_layer: dict[int, Tensor] = {}
-        chosen: Tensor | None = None
+        choice: Choice | None = None
         for name, block, core in zip(self.model.layers, self._blocks, self._main, strict=True):
-            x, routes, chosen = self._run(block, core, x, place, rope, is_real, chosen)
+            x, routes, choice = self._run(block, core, x, place, rope, is_real, choice)
             if routes is not None:
                 routes_by_layer[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
         if self._routes is not None and routes_by_layer and not isinstance(place, Nothing):
@@ -278,10 +279,10 @@ class Decoder:
         place: Place,
         rope: tuple[Tensor, Tensor],
         is_real: Tensor | None,
-        chosen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        choice: Choice | None = None,
+    ) -> tuple[Tensor, Tensor | None, Choice | None]:
         """Run a layer. Return hidden states; if they are recorded, the experts that the tokens chose; and the keys that
-        sparse attention chose, see `LayerOutput.chosen`."""
+        sparse attention chose, see `LayerOutput.choice`."""
         setattr(block.self_attn, core.replaces, core)  # a layer of several depths has a cache for each
         core.place = place
         options = self.model.routing(_OPTIONS if self._routes is None else _RECORD)
@@ -290,8 +291,9 @@ class Decoder:
                 self._few[block] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[block]) is not None:
                 return *layer(x, rope, core, options), None
-        output = block(x, rope, place.layout, is_real, options, None, chosen)
-        return output.hidden, output.statistics and output.statistics.routes, output.chosen
+        output = block(x, rope, place.layout, is_real, options, None, choice)
+        statistics = output.sums.statistics
+        return output.hidden, statistics and statistics.routes, output.choice
 
 
 def _record(recorded: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:

@@ -87,6 +87,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("kl", "nats", "loss", "KTO's estimate of the divergence from the reference."),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
+    Metric("index_loss", "nats/token", "loss", "Divergence of index scores from attention, mean over sparse layers."),
+    Metric("index_mass", "ratio", "loss", "Attention on the keys that the indexers would choose, while dense."),
     Metric("explained_variance", "ratio", "loss", "1 - variance of return - value over variance of the return."),
     Metric("return_mean", "1", "loss", "Mean return of the tokens, the target of the critic."),
     Metric("clip_fraction", "ratio", "policy", "Tokens whose loss is that of the bound."),

@@ -15,7 +15,7 @@ from glm46.engine.training.rank_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step import NOT_FINITE, StepOutcome, train_step
-from glm46.engine.training.task import StepBatches, Task
+from glm46.engine.training.task import StepBatches, Task, trained_networks
 from glm46.engine.training.totals import StepTotals, count_step
 from glm46.engine.training.weight_source import WeightSource
 from glm46.run.curriculum import stage_at
@@ -82,11 +82,17 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
                 observer.message(batches.note)
             clock = progress.curriculum_tokens
             step_tokens = batches.sequences * batches.seq_len
-            lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, step_tokens)
+            stage = stage_at(plan.text_stages, progress.samples)
+            if stage.indexer == "alone" and config.indexer.lr is not None:
+                lr_factor = config.indexer.lr / (config.optimizer.adamw_lr or config.optimizer.lr)
+            else:
+                lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, step_tokens)
 
             # single training step
             services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
             micro_batches = task.complete(batches.micro_batches)
+            for network in trained_networks(task).values():
+                network.train_parts(stage.indexer)
             outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
             progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
             flops = batch_flops(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from glm46.compute.distributed.local_tensor import copy_to_device, local_tensor
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.adapters import without_adapters
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
+from glm46.compute.model.indexer import is_index_weight
 from glm46.compute.model.routes import compact_routes
 from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.compute.optim.optimizers import OptimizerGroup, build_optimizers
@@ -24,6 +25,7 @@ from glm46.compute.parallelize.fsdp import release_gathered, widen_gradients
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.pipeline import Arguments, Fields, Pipeline
 from glm46.compute.parallelize.plan import parallelize
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.engine.training.balance import ExpertBalance, auxiliary_loss, routing_options
 from glm46.engine.training.gradients import global_grad_norm
@@ -46,9 +48,11 @@ class StepSums(NamedTuple):
     objective: dict[str, Tensor]
     """`Objective.sums`, FP64."""
     aux_losses: Tensor
-    """FP64 [2]: balance loss and z-loss."""
+    """FP64 [4], see `LossSums`."""
     grad_norm: Tensor
-    """Gradient norm before clipping, a scalar."""
+    """Gradient norm before clipping, a scalar; without indexers."""
+    index_grad_norm: Tensor
+    """The same for the indexers; 0 if they are frozen."""
     tokens_per_expert: Tensor
     """int64 [MoE layers, E]."""
     overflow: Tensor
@@ -244,6 +248,41 @@ class TrainedNetwork(Network):
     optimizer: OptimizerGroup
     balance: ExpertBalance
 
+    @property
+    def index_parameters(self) -> list[nn.Parameter]:
+        """Parameters of indexers among `parameters`."""
+        return [parameter for name, parameter in self.parameters.items() if is_index_weight(name)]
+
+    @property
+    def other_parameters(self) -> list[nn.Parameter]:
+        """All other parameters among `parameters`."""
+        return [parameter for name, parameter in self.parameters.items() if not is_index_weight(name)]
+
+    @property
+    def trains_indexers(self) -> bool:
+        """True if the current stage trains indexers. Equal on all ranks: each pipeline stage has one."""
+        return any(parameter.requires_grad for parameter in self.index_parameters)
+
+    @property
+    def trains_only_indexers(self) -> bool:
+        """True if the current stage trains nothing else."""
+        return self.trains_indexers and not any(parameter.requires_grad for parameter in self.other_parameters)
+
+    def _index_loss(self) -> Literal["none", "dense", "sparse"]:
+        if self.trains_only_indexers:
+            return "dense"
+        return "sparse" if self.trains_indexers else "none"
+
+    def train_parts(self, training: IndexerTraining) -> None:
+        """Train what a stage asks for from the next batch on. Weights that are not trained get no gradient, and so the
+        optimizer changes neither them nor their states."""
+        if not self.plan.trains_indexers:
+            return
+        for parameter in self.index_parameters:
+            parameter.requires_grad_(training != "frozen")
+        for parameter in self.other_parameters:
+            parameter.requires_grad_(training != "alone")
+
     def compute(
         self, objective: Objective, micro_batches: list[Batch], counts: Counts, real_tokens: int, clock: int
     ) -> StepSums:
@@ -268,14 +307,16 @@ class TrainedNetwork(Network):
         self.optimizer.zero_grad()
         self.route_at(schedule_value(moe.router_temperature, clock))
         batches = [self.to_device(batch, objective.fields) for batch in micro_batches]
-        arguments = {"options": routing_options(moe), "form": objective.form}
+        options = replace(routing_options(moe), index_loss=self._index_loss())
+        arguments = {"options": options, "form": objective.form}
         loss_fields = [name for name in objective.fields if name not in _REPLAYED]
         outputs = self.forward_backward(batches, arguments, loss_with_auxiliary, auxiliary, loss_fields)
-        grad_norm = global_grad_norm(self.parameters.values(), self.cluster.device, self.cluster.meshes.pipeline)
+        no_norm = torch.zeros((), device=self.cluster.device)
         return StepSums(
             self._objective_sums(objective, outputs[-1], micro_batches),
             self._aux_losses(outputs),
-            grad_norm.double(),
+            self._grad_norm(self.other_parameters).double(),
+            self._grad_norm(self.index_parameters).double() if self.trains_indexers else no_norm.double(),
             *self.balance.count(outputs),
         )
 
@@ -293,10 +334,13 @@ class TrainedNetwork(Network):
         return sums
 
     def _aux_losses(self, outputs: StageResults) -> Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self.cluster.device)
+        total = torch.zeros(4, dtype=torch.float64, device=self.cluster.device)
         for output in chain.from_iterable(outputs):
             total += output.aux_losses
         return total
+
+    def _grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        return global_grad_norm(parameters, self.cluster.device, self.cluster.meshes.pipeline)
 
     def update(self, lr_factor: float, number: int) -> None:
         """Make an optimizer step, see `OptimizerGroup.step`. Collective."""
@@ -347,7 +391,10 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
         model.requires_grad_(is_trained)
         if is_trained and plan.config.trains_only_drafts:
             model.train_only_drafts()
-        model.freeze_indexers()
+        if not (is_trained and plan.trains_indexers):
+            model.freeze_indexers()
+        elif plan.trains_only_indexers:
+            model.train_only_indexers()
         parallelize(model, plan, cluster, sizes_vary=on_samples)
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}

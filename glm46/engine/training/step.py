@@ -79,28 +79,40 @@ def train_step(
         return outcome._replace(fault=fault)
     for name, network_sums in sums.items():
         network = networks[name]
-        clip_factor = (config.training.max_norm / (network_sums.grad_norm + 1e-6)).clamp(max=1.0)
-        scale_gradients(network.parameters.values(), clip_factor)
+        # Apart: the gradients of indexers come from another loss, and must not shrink those of the model.
+        for parameters, norm in (
+            (network.other_parameters, network_sums.grad_norm),
+            (network.index_parameters, network_sums.index_grad_norm),
+        ):
+            scale_gradients(parameters, (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         # Seeds stochastic rounding: differs between steps, and is the same on every layout and after a resume.
         network.update(lr_factor, number=clock)
-        network.balance.update(network_sums.tokens_per_expert, schedule_value(config.moe.bias_update_rate, clock))
+        if not network.trains_only_indexers:
+            network.balance.update(network_sums.tokens_per_expert, schedule_value(config.moe.bias_update_rate, clock))
     return outcome
 
 
 def _losses_to_host(sums: dict[str, StepSums]) -> dict[str, StepSums]:
     # sync: the decision is needed before the weights change. The values are equal on all ranks.
-    losses = to_host({name: (part.objective, part.aux_losses, part.grad_norm) for name, part in sums.items()})
+    losses = to_host(
+        {name: (part.objective, part.aux_losses, part.grad_norm, part.index_grad_norm) for name, part in sums.items()}
+    )
     # Replicas may differ in the last bits of the norm, but all ranks must clip and decide equally.
     ranks = dist.get_world_size()
     return {
-        name: sums[name]._replace(objective=objective, aux_losses=aux_losses, grad_norm=(norm_sum / ranks).float())
-        for name, (objective, aux_losses, norm_sum) in losses.items()
+        name: sums[name]._replace(
+            objective=objective,
+            aux_losses=aux_losses,
+            grad_norm=(norm_sum / ranks).float(),
+            index_grad_norm=(index_norm_sum / ranks).float(),
+        )
+        for name, (objective, aux_losses, norm_sum, index_norm_sum) in losses.items()
     }
 
 
 def _fault(outcome: StepOutcome, totals: StepTotals, find_fault: FindFault) -> str | None:
     for sums in outcome.sums.values():
-        losses = (*sums.objective.values(), sums.aux_losses, sums.grad_norm)
+        losses = (*sums.objective.values(), sums.aux_losses, sums.grad_norm, sums.index_grad_norm)
         if not all(loss.isfinite().all() for loss in losses):
             return NOT_FINITE
     targets = totals.main["targets"]

@@ -54,12 +54,19 @@ class StepMetrics:
 
     def _network_columns(self, name: str, sums: StepSums, totals: StepTotals, clock: int) -> dict[str, float]:
         network = trained_networks(self._task)[name]
-        balance_loss, z_loss = sums.aux_losses.tolist()
+        balance_loss, z_loss, index_loss, mass = sums.aux_losses.tolist()
+        index_columns = {}
+        if network.trains_indexers:
+            index_columns["index_loss"] = index_loss / max(totals.real * network.plan.sparse_calls, 1)
+            index_columns["index_grad_norm"] = sums.index_grad_norm.item()
+        if network.trains_only_indexers:
+            index_columns["index_mass"] = mass / max(totals.real * network.plan.sparse_calls, 1)
         return {
             **self._task.objectives[name].metrics(sums.objective, totals.objective_counts[name], clock),
             "grad_norm": sums.grad_norm.item(),
             "balance_loss": balance_loss / max(totals.real, 1),
             "z_loss": z_loss / max(totals.real, 1),
             "expert_bias_max": network.balance.largest_bias(network.cluster.meshes.pipeline),
+            **index_columns,
             **balance_metrics(sums.tokens_per_expert.cpu(), sums.overflow.cpu()),
         }
