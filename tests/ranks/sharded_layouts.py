@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from glm46.compute.distributed.mesh import Cluster, build_cluster
 from glm46.compute.distributed.process import Process
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.cross_entropy import token_logprobs
+from glm46.compute.model.indexer import is_index_weight
 from glm46.compute.model.init import fill_normal
 from glm46.compute.model.quantised_weights import columns_of, in_compute_type
 from glm46.compute.model.router import RoutingOptions
@@ -123,6 +125,8 @@ class Layout(NamedTuple):
     """The attention is that of GLM-4.7-Flash."""
     sparse: bool = False
     """The attention is that of GLM-5."""
+    indexer: str = "frozen"
+    """What is trained of sparse attention, see [indexer]."""
     shared: bool = False
     """One prediction layer learns both depths."""
     alone: bool = False
@@ -165,8 +169,14 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        kinds = self.latent, self.sparse, self.shared, self.alone
+        kinds = self.latent, self.sparse, self.indexer, self.shared, self.alone
         return *options, self.adapter, self.base, self.adapted, self.routes, *kinds
+
+    @property
+    def by_token(self) -> dict[str, Any]:
+        """Arguments of a model that computes the log-probability of each token."""
+        losses = {"frozen": "none", "alone": "dense", "joint": "sparse"}
+        return BY_TOKEN | {"options": replace(OPTIONS, index_loss=losses[self.indexer])}
 
     @property
     def name(self) -> str:
@@ -199,6 +209,7 @@ class Layout(NamedTuple):
             *([f"chunks{self.chunks}"] if self.chunks else []),
             *(["latent"] if self.latent else []),
             *(["sparse"] if self.sparse else []),
+            *([f"index_{self.indexer}"] if self.indexer != "frozen" else []),
             *(["shared"] if self.shared else []),
             *(["alone"] if self.alone else []),
         ])  # fmt: skip
@@ -288,7 +299,8 @@ def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
 
 def loss_of_step(batch: dict[str, Tensor], step: int = 0) -> Callable[[LossSums], Tensor]:
     """The loss of a step of this whole batch, or a rank's part of it, from the sums over the tokens."""
-    weights = torch.tensor(AUX_WEIGHTS[step]) / int((batch["document_ids"] >= 0).sum())
+    # The index loss has a weight of 1, and the attention mass after it is only reported.
+    weights = torch.tensor([*AUX_WEIGHTS[step], 1.0, 0.0]) / int((batch["document_ids"] >= 0).sum())
     totals = count_targets([batch], batch["mtp_labels"].shape[1])
     return lambda sums: next_token_loss(sums, totals, MTP_WEIGHT) + (weights * sums.aux_losses).sum()
 
@@ -374,7 +386,10 @@ def new_model(config: RunConfig, **options: str) -> Transformer:
     """The model of one process with the weights that every layout begins with; its base is not quantised."""
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model), **options)
-        model.freeze_indexers()
+        if config.indexer.train == "frozen":
+            model.freeze_indexers()
+        elif config.indexer.train == "alone":
+            model.train_only_indexers()
         if config.adapter is not None:
             add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
@@ -409,7 +424,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
     ]
     given = given if layout.routes else [None] * layout.steps
     seen = {n: t for n, t in first.items() if n not in unseen}
-    sums = model(**seen, is_real=is_real, routes=given[0], **BY_TOKEN)
+    sums = model(**seen, is_real=is_real, routes=given[0], **layout.by_token)
     token_objective(sums, token_weights).backward()
     size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
     by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
@@ -422,19 +437,24 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
         optimizer.zero_grad()
         if layout.stages:
             model.shape = model.shape.model_copy(update=ATTENTION_OF_STEP[step])
-        sums = model(**seen, is_real=is_real, routes=given[step], options=OPTIONS)
+        sums = model(**seen, is_real=is_real, routes=given[step], options=layout.by_token["options"])
         assigned = sums.tokens_per_expert.sum(1)
         calls = torch.ones_like(assigned)
         if layout.shared:
             calls[-1] = DEPTHS
         assert assigned.eq(calls * is_real.sum() * model.shape.num_experts_per_tok).all(), "padding was counted"
         loss_of_step(batch, step)(sums).backward()
-        norm = global_grad_norm(parameters.values(), torch.device("cpu"))
-        scale_gradients(parameters.values(), (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        indexers = [p for name, p in parameters.items() if is_index_weight(name)]
+        others = [p for name, p in parameters.items() if not is_index_weight(name)]
+        groups = indexers, others
+        norms = [global_grad_norm(group, torch.device("cpu")) for group in groups]
+        for group, norm in zip(groups, norms, strict=True):
+            scale_gradients(group, (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step(1.0)
         magnitudes.refresh()
-        figures.append((sums.loss.item(), sums.tokens_per_expert, norm.item()))
+        loss = sums.loss.item() + sums.aux_losses[2].item()
+        figures.append((loss, sums.tokens_per_expert, math.hypot(*(norm.item() for norm in norms))))
     return initial, by_token, figures, gradients, {name: p.detach() for name, p in parameters.items()}, begun
 
 
@@ -521,6 +541,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 | optimizer,
                 "adapter": adapter | {"layers": layout.adapted} if layout.adapter else None,
                 "finetune": {"train_only": "prediction_layers"} if layout.alone else None,
+                "indexer": {"train": layout.indexer},
                 "moe": MOE.model_dump(),
                 "mtp": {"loss_weight": MTP_WEIGHT, "depths": DEPTHS if layout.shared else None},
                 "data": {"document_mask": layout.document_mask},
@@ -562,7 +583,7 @@ def run_by_token(job: Job, layout: Layout) -> tuple[float, dict[str, Held]]:
     batches = [network.to_device(batch, taken) for batch in micro_batches(job, 0, layout.micro_batches)]
     *_, outputs = network.forward_backward(
         batches,
-        BY_TOKEN,
+        layout.by_token,
         objective=lambda sums, batch: token_objective(sums, batch["weights"]),
         auxiliary=lambda aux_losses: aux_losses.sum(),
         fields=fields,
@@ -642,17 +663,20 @@ def run_layout(process: Process, layout: Layout, base: Path | None) -> tuple:
             # The clock of the schedules counts steps here.
             outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
-        figures.append((outcome.objective["loss"].item(), outcome.tokens_per_expert.cpu(), outcome.grad_norm.item()))
+        loss = outcome.objective["loss"].item() + outcome.aux_losses[2].item()
+        norm = math.hypot(outcome.grad_norm.item(), outcome.index_grad_norm.item())
+        figures.append((loss, outcome.tokens_per_expert.cpu(), norm))
     assert all(p.grad is None and torch.equal(held(p).part, frozen_parts[name]) for name, p in frozen.items())
     return initial, by_token, figures, gradients, {name: held(p) for name, p in parameters.items()}
 
 
 def gradient_errors(ranks: list[dict[tuple, tuple]], reference: dict[str, Tensor]) -> list[tuple[float, str]]:
     """`distances` of gradients over their norms. Gradients that are zero in exact arithmetic (key biases) are pure
-    rounding: a floor of 1e-4 of the whole norm."""
+    rounding: a floor of 1e-4 of the whole norm. The bias of index keys moves most scores of a query together, which
+    softmax does not see, so its gradient is a small difference of large terms: a floor of 1e-3."""
     total = math.sqrt(sum(g.double().square().sum() for g in reference.values()))
     return [
-        (distance / (reference[name].norm().item() + 1e-4 * total), name)
+        (distance / (reference[name].norm().item() + (1e-3 if name.endswith("k_norm.bias") else 1e-4) * total), name)
         for name, distance in distances(ranks, reference).items()
     ]
 

@@ -71,6 +71,7 @@ GRAPHS = {
     "cp2-tp2-ep4-experts12-compiled-dora": (17, 18),
     "fsdp-full_ac-compiled-latent": (0, 3),
     "cp2-tp2-ep4-experts12-compiled-routes-latent": (18, 21),
+    "fsdp-compiled-sparse-index_joint": (0, 4),
     "fsdp-full_ac-compiled-sparse": (0, 4),  # a layer with an indexer, and one that shares its choice
     "ep2-compiled-hosts_of_2": (10, 11),
     "tp2-ep4-experts12-selective_ac-compiled-dora-hosts_of_2": (11, 10),

@@ -14,31 +14,18 @@ from glm46.compute.model.sparse_attention import Choice, SparseLatentAttention
 from glm46.config.model import ModelShape
 
 
-class LayerSums(NamedTuple):
-    """Sums over the tokens of a call of a decoder layer."""
-
-    statistics: RoutingStatistics | None
-    """None for a dense layer."""
-    index_losses: Tensor | None = None
-    """FP32 [2], see `index_loss`; None if there is no indexer to train."""
-
-    def with_call(self, other: "LayerSums") -> "LayerSums":
-        """Add the sums of another call of the same layer, an MoE layer."""
-        assert self.statistics is not None and other.statistics is not None
-        index_losses = None
-        if self.index_losses is not None and other.index_losses is not None:
-            index_losses = self.index_losses + other.index_losses
-        return LayerSums(self.statistics.with_call(other.statistics), index_losses)
-
-
 class LayerOutput(NamedTuple):
     """Result of a decoder layer."""
 
     hidden: Tensor
     """[B, S, D]."""
-    sums: LayerSums
+    statistics: RoutingStatistics | None
+    """None for a dense layer."""
     choice: Choice | None = None
-    """Keys that sparse attention chose, for the layers that share the choice; None for other attention."""
+    """Keys that sparse attention chose, for the following layers that share the choice; None for a layer without an
+    indexer."""
+    index_losses: Tensor | None = None
+    """The argument of this name, with those of this layer added."""
 
 
 def _attention(shape: ModelShape, has_indexer: bool) -> Attention | LatentAttention:
@@ -67,24 +54,30 @@ class TransformerBlock(nn.Module):
         options: RoutingOptions,
         routes: Tensor | None = None,
         choice: Choice | None = None,
+        index_losses: Tensor | None = None,
     ) -> LayerOutput:
         """Map [B, S, D] to [B, S, D].
 
         Args:
             routes: [B, S, A], see `Router.forward`; only for MoE layers.
-            choice: `LayerOutput.choice` of the layer before; only for sparse attention.
+            choice: `LayerOutput.choice` of the last layer with an indexer; only for sparse attention.
+            index_losses: FP32 [2], sums of `index_loss` over the layers before, to which those of this layer are added;
+                None if indexers are not trained. FSDP2 frees the weights of a layer in backward when the gradient of an
+                input is there: while only indexers are trained, no other input has one.
         """
         normed = self.input_layernorm(x)
-        index_losses: Tensor | None = None
+        own_choice: Choice | None = None
         if isinstance(self.self_attn, SparseLatentAttention):
-            attended, choice, index_losses = self.self_attn(
+            attended, own_choice, own_losses = self.self_attn(
                 normed, rope, layout, choice, is_real, loss=options.index_loss
             )
+            if index_losses is not None:
+                index_losses = index_losses + own_losses
         else:
             attended = self.self_attn(normed, rope, layout)
         x = x + attended
         normed = self.post_attention_layernorm(x)
         if self.is_dense:
-            return LayerOutput(x + self.mlp(normed), LayerSums(None, index_losses), choice)
+            return LayerOutput(x + self.mlp(normed), None, own_choice, index_losses)
         y, statistics = self.mlp(normed, is_real, options, routes)
-        return LayerOutput(x + y, LayerSums(statistics, index_losses), choice)
+        return LayerOutput(x + y, statistics, own_choice, index_losses)

@@ -6,12 +6,13 @@ divergence KL(target || softmax(index scores)). Source: DeepSeek-V3.2 (technical
 they are compared with.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from glm46 import compat
 from glm46.compute.model.indexer import IndexTensors, KeySpans, best_keys, query_chunks
 
 _MAX_ELEMENTS = 2**26
@@ -23,8 +24,8 @@ class HeadShare(NamedTuple):
 
     rank: int = 0
     ranks: int = 1
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums a tensor over the ranks. Collective."""
+    group_name: str = ""
+    """Name of the process group of the ranks; empty if heads are not divided."""
 
 
 class AttentionInputs(NamedTuple):
@@ -68,7 +69,8 @@ def index_loss(
         FP32 [2]: the loss summed over real queries, with a gradient; and, if `chosen_NK` is None, the sum of the target
         on the ``top_k`` best keys, without gradient, else 0. With divided heads, the sums over this rank's queries.
     """
-    return _IndexLoss.apply(*index, attention, spans, chosen_NK, is_real_N, top_k, heads)
+    losses, *_ = index_loss_operator(*index, *attention, *spans, chosen_NK, is_real_N, top_k, *heads)
+    return losses
 
 
 def _chunks(
@@ -95,10 +97,10 @@ def _chunks_of_chosen(chosen_NK: Tensor, elements_per_pair: int) -> Iterator[_Ch
         yield _Chunk(slice(start, start + len(chosen)), chosen.clamp(min=0).long(), chosen >= 0)
 
 
-def _share_of(chunk: _Chunk, heads: HeadShare) -> tuple[_Chunk, slice]:
+def _share_of(chunk: _Chunk, rank: int, ranks: int) -> tuple[_Chunk, slice]:
     """Return the part of a chunk that this rank computes the loss of, and its place in the chunk."""
     size = len(chunk.is_visible_nM)
-    part = slice(heads.rank * size // heads.ranks, (heads.rank + 1) * size // heads.ranks)
+    part = slice(rank * size // ranks, (rank + 1) * size // ranks)
     start = chunk.queries.start
     keys = chunk.keys if isinstance(chunk.keys, slice) else chunk.keys[part]
     return _Chunk(slice(start + part.start, start + part.stop), keys, chunk.is_visible_nM[part]), part
@@ -159,38 +161,63 @@ class _Totals(NamedTuple):
         self.losses[1] += (mass_n if is_real_n is None else mass_n * is_real_n).sum()
 
 
-class _IndexLoss(torch.autograd.Function):
-    """Computes the gradient beside the loss, chunk by chunk: no tensor of queries times keys is kept for backward."""
+def _sum_over_heads(target_nM: Tensor, group_name: str) -> Tensor:
+    return compat.sum_over_named_group(target_nM, group_name) if group_name else target_nM
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_NGJ: Tensor,
-        k_TJ: Tensor,
-        weights_NG: Tensor,
-        attention: AttentionInputs,
-        spans: KeySpans,
-        chosen_NK: Tensor | None,
-        is_real_N: Tensor | None,
-        top_k: int,
-        heads: HeadShare,
-    ) -> Tensor:
-        index = IndexTensors(q_NGJ, k_TJ, weights_NG)
-        totals = _Totals(
-            torch.zeros(2, dtype=torch.float32, device=q_NGJ.device),
-            torch.zeros_like(q_NGJ),
-            torch.zeros_like(k_TJ, dtype=torch.float32),
-            torch.zeros_like(weights_NG),
-        )
-        for whole_chunk in _chunks(attention, index, spans, chosen_NK):
-            target_nM = heads.sum_over_ranks(_target(attention, whole_chunk))
-            chunk, part = _share_of(whole_chunk, heads)
-            target_nM = target_nM[part] / target_nM[part].sum(-1, keepdim=True)
-            totals.add(index, chunk, target_nM, is_real_N, top_k)
-        ctx.save_for_backward(totals.grad_q_NGJ, totals.grad_k_TJ.to(k_TJ.dtype), totals.grad_weights_NG)
-        return totals.losses
 
-    @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor):
-        gradients = [gradient * grad_losses[0].to(gradient.dtype) for gradient in ctx.saved_tensors]
-        return *gradients, None, None, None, None, None, None
+@torch.library.custom_op("glm46::index_loss", mutates_args=())
+def index_loss_operator(
+    q_NGJ: Tensor,
+    k_TJ: Tensor,
+    weights_NG: Tensor,
+    q_NHW: Tensor,
+    rows_TW: Tensor,
+    scale: float,
+    first_N: Tensor,
+    end_N: Tensor,
+    queries_per_row: int,
+    chosen_NK: Tensor | None,
+    is_real_N: Tensor | None,
+    top_k: int,
+    rank: int,
+    ranks: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `index_loss`, and its derivatives by the index tensors.
+
+    A custom operator, chunk by chunk, so that no tensor of queries times keys is kept for backward, activation
+    checkpointing can keep its results, and compiled layers can contain it.
+    """
+    index = IndexTensors(q_NGJ, k_TJ, weights_NG)
+    attention = AttentionInputs(q_NHW, rows_TW, scale)
+    spans = KeySpans(first_N, end_N, queries_per_row)
+    totals = _Totals(
+        torch.zeros(2, dtype=torch.float32, device=q_NGJ.device),
+        torch.zeros_like(q_NGJ),
+        torch.zeros_like(k_TJ, dtype=torch.float32),
+        torch.zeros_like(weights_NG),
+    )
+    for whole_chunk in _chunks(attention, index, spans, chosen_NK):
+        target_nM = _sum_over_heads(_target(attention, whole_chunk), group_name)
+        chunk, part = _share_of(whole_chunk, rank, ranks)
+        target_nM = target_nM[part] / target_nM[part].sum(-1, keepdim=True)
+        totals.add(index, chunk, target_nM, is_real_N, top_k)
+    return totals.losses, totals.grad_q_NGJ, totals.grad_k_TJ.to(k_TJ.dtype), totals.grad_weights_NG
+
+
+@index_loss_operator.register_fake
+def _(q_NGJ: Tensor, k_TJ: Tensor, weights_NG: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    losses = weights_NG.new_empty(2)
+    return losses, torch.empty_like(q_NGJ), torch.empty_like(k_TJ), torch.empty_like(weights_NG)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:])
+
+
+def _gradients(ctx: Any, grad_losses: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+    gradients = [gradient * grad_losses[0].to(gradient.dtype) for gradient in ctx.saved_tensors]
+    return *gradients, *[None] * 12
+
+
+index_loss_operator.register_autograd(_gradients, setup_context=_save)

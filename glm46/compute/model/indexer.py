@@ -106,15 +106,14 @@ class Indexer(nn.Module):
         x_BSD = x_BSD.detach()
         q_BSGJ = self.wq_b(query_latent_BSQ.detach()).unflatten(-1, (self.num_heads, -1))
         k_BS1J = self.k_norm(self.wk(x_BSD)).unsqueeze(2)
-        weights_BSG = self.weights_proj(x_BSD).float() * self.num_heads**-0.5
-        return IndexTensors(
-            self._rotated(q_BSGJ, rope).flatten(0, 1),
-            self._rotated(k_BS1J, rope).flatten(0, 2),
-            weights_BSG.flatten(0, 1),
-        )
+        weights_NG = self.weights_proj(x_BSD).flatten(0, 1).float() * self.num_heads**-0.5
+        q_NGJ = self._rotated(q_BSGJ, rope, last_flat_dim=1)
+        return IndexTensors(q_NGJ, self._rotated(k_BS1J, rope, last_flat_dim=2), weights_NG)
 
-    def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.cat([rotate_pairs(x[..., : self.rotated], rope), x[..., self.rotated :]], dim=-1)
+    def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor], last_flat_dim: int) -> Tensor:
+        # Flattened before they are joined, so that the result is no view: FSDP2 warns if a layer returns one.
+        parts = rotate_pairs(x[..., : self.rotated], rope), x[..., self.rotated :]
+        return torch.cat([part.flatten(0, last_flat_dim) for part in parts], dim=-1)
 
 
 def index_scores(q_NGJ: Tensor, k_TJ: Tensor, weights_NG: Tensor) -> Tensor:

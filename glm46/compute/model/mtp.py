@@ -36,15 +36,17 @@ class MTPLayer(nn.Module):
         layout: AttentionLayout | None,
         is_real: Tensor | None,
         options: RoutingOptions,
+        index_losses: Tensor | None = None,
     ) -> LayerOutput:
         """Compute the output of this depth's layer, with the hidden state after the final norm.
 
         Args:
             hidden: [B, S, D], result of the previous depth after its final norm.
             embedding: [B, S, D], embeddings of the tokens k positions ahead.
+            index_losses: see `TransformerBlock.forward`.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        output = self.block(x, rope, layout, is_real, options)
+        output = self.block(x, rope, layout, is_real, options, index_losses=index_losses)
         return output._replace(hidden=self.norm(output.hidden))
 
 

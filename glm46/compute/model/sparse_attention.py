@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     keys: Tensor | None
     """int32 [B * S, K], see `choose_keys`; None if all keys are attended to."""
     tensors: IndexTensors | None = None
-    """What the indexer computed, with the keys of all tokens that are attended to; only if indexers are trained."""
+    """What the indexer computed for the tokens of this rank; only if indexers are trained."""
 
 
 class SparseOutput(NamedTuple):
@@ -44,7 +44,8 @@ class SparseOutput(NamedTuple):
 
     out: Tensor
     """[B, S, D]."""
-    choice: Choice
+    choice: Choice | None
+    """None if the layer has no indexer."""
     index_losses: Tensor | None
     """See `index_loss`; None if indexers are not trained."""
 
@@ -107,12 +108,12 @@ class SparseLatentAttention(LatentAttention):
         earlier_keys = None if choice is None else choice.keys
         if loss == "none":
             out, keys = attend(q, rows, make_index, layout, earlier_keys)
-            return SparseOutput(self.o_proj(out.flatten(2)), Choice(keys), None)
+            own_choice = None if make_index is None else Choice(keys)
+            return SparseOutput(self.o_proj(out.flatten(2)), own_choice, None)
         index = None if choice is None else choice.tensors
         if make_index is not None:
-            local = make_index()
-            index = local._replace(k_TJ=self.gather_keys(local.k_TJ.view(*x.shape[:2], 1, -1), layout))
-            make_index = partial(_same, local)
+            index = make_index()
+            make_index = partial(_same, index)
         assert index is not None, "the first layer has an indexer"
         if loss == "dense":
             out = self.core(q, rows, self.expand, layout)
@@ -120,9 +121,9 @@ class SparseLatentAttention(LatentAttention):
         else:
             out, keys = attend(q, rows, make_index, layout, earlier_keys)
         losses = self._index_losses(index, q, rows, layout, keys, is_real)
-        return SparseOutput(self.o_proj(out.flatten(2)), Choice(keys, index), losses)
+        own_choice = None if make_index is None else Choice(keys, index)
+        return SparseOutput(self.o_proj(out.flatten(2)), own_choice, losses)
 
-    @torch.compiler.disable
     def _index_losses(
         self,
         index: IndexTensors,
@@ -134,6 +135,7 @@ class SparseLatentAttention(LatentAttention):
     ) -> Tensor:
         """Compute the losses of this layer for the indexer that made the choice, see `index_loss`."""
         B, S, _, _ = q.shape
+        index = index._replace(k_TJ=self.gather_keys(index.k_TJ.view(B, S, 1, -1), layout))
         with torch.no_grad():
             attention = AttentionInputs(
                 self.absorbed_queries(q.flatten(0, 1), self.weight_by_head()),

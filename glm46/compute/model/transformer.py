@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from glm46.compute.model.attention_layout import AttentionLayout, attention_layout
-from glm46.compute.model.block import LayerSums, TransformerBlock
+from glm46.compute.model.block import TransformerBlock
 from glm46.compute.model.cross_entropy import HeadForm, HeadOutput, VocabularyPart, summed_loss
 from glm46.compute.model.indexer import is_index_weight
 from glm46.compute.model.layers import Linear, RMSNorm, local_weight
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
-from glm46.compute.model.router import Router, RoutingOptions
+from glm46.compute.model.router import Router, RoutingOptions, RoutingStatistics
 from glm46.compute.model.sparse_attention import Choice
 from glm46.config.model import ModelShape
 from glm46.run.function import NetworkFunction
@@ -230,31 +230,35 @@ class Transformer(nn.Module):
         layout = layout or self._layout(document_ids, positions)
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
-        layer_sums: list[LayerSums] = []
+        statistics: list[RoutingStatistics] = []
         choice: Choice | None = None
+        index_losses: Tensor | None = None
+        if options.index_loss != "none":
+            index_losses = torch.zeros(2, device=hidden.device, requires_grad=torch.is_grad_enabled())
         for i, layer in self.layers.items():
             moe_index = int(i) - self.shape.first_k_dense_replace
             layer_routes = None if routes is None or moe_index < 0 else routes[:, :, moe_index]
-            output = layer(hidden, *context, layer_routes, choice)
-            hidden = output.hidden
-            choice = output.choice
-            layer_sums.append(output.sums)
+            output = layer(hidden, *context, layer_routes, choice, index_losses)
+            hidden, layer_statistics, own_choice, index_losses = output
+            choice = own_choice or choice
+            if layer_statistics is not None:
+                statistics.append(layer_statistics)
         if self.embed_tokens is not None and mtp_input_ids is not None:
             mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
         if self.norm is None:
-            return StageOutput(hidden, mtp_embeddings, *self._sums(layer_sums, hidden))
+            return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, index_losses, hidden))
         hidden = self.norm(hidden)
         if self.value_head is not None:
             no_losses = hidden.new_zeros(0, dtype=torch.float32)
             predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
             values = self.value_head(hidden)
-            return LossSums(None, no_losses, *self._sums(layer_sums, hidden), predictions, values=values)
+            return LossSums(None, no_losses, *self._sums(statistics, index_losses, hidden), predictions, values=values)
         if labels is None:
             assert self.lm_head is not None, "the last part has one of the two heads"
             return self.lm_head(hidden)
         restriction: dict[str, Any] = {} if kept is None else {"kept": kept}
         form = partial(form, **restriction)
-        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, layer_sums, context)
+        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, index_losses, context)
 
     def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
         layout = attention_layout(document_ids, positions.shape, self.shape.sliding_window)
@@ -267,7 +271,8 @@ class Transformer(nn.Module):
         form: HeadForm,
         mtp_embeddings: Tensor | None,
         mtp_labels: Tensor | None,
-        layer_sums: list[LayerSums],
+        statistics: list[RoutingStatistics],
+        index_losses: Tensor | None,
         context: tuple,
     ) -> LossSums:
         """Apply the head, and the prediction depths if there are embeddings. ``context``: further arguments of a
@@ -280,36 +285,36 @@ class Transformer(nn.Module):
                 mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
                 hidden = hidden.detach()
             layers = list(self.mtp.values())
-            depth_sums: list[LayerSums] = []
+            layer_statistics: list[RoutingStatistics] = []
             depths = mtp_labels.shape[1] if layers else 0  # a model without prediction layers ignores their targets
             for k in range(depths):
                 index = k % len(layers)
-                output = layers[index](hidden, mtp_embeddings[:, k], *context)
-                hidden = output.hidden
+                output = layers[index](hidden, mtp_embeddings[:, k], *context, index_losses)
+                hidden, call_statistics, _, index_losses = output
                 if k < len(layers):
-                    depth_sums.append(output.sums)
+                    layer_statistics.append(call_statistics)
                 else:
-                    depth_sums[index] = depth_sums[index].with_call(output.sums)
+                    layer_statistics[index] = layer_statistics[index].with_call(call_statistics)
                 depth_form = _frozen_head_loss if self.mtp_alone else summed_loss
                 heads.append(self.lm_head(hidden, mtp_labels[:, k], depth_form))
-            layer_sums += depth_sums
+            statistics += layer_statistics
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,
             torch.stack(mtp_losses) if mtp_losses else hidden.new_zeros(0, dtype=torch.float32),
-            *self._sums(layer_sums, hidden),
+            *self._sums(statistics, index_losses, hidden),
             predictions=torch.stack([head.predictions for head in heads]),
             logprobs=heads[0].logprobs,
             entropy=heads[0].entropy,
         )
 
-    def _sums(self, layer_sums: list[LayerSums], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sums(
+        self, statistics: list[RoutingStatistics], index_losses: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return auxiliary losses, tokens per expert and overflow; works without any MoE layer too."""
-        statistics = [sums.statistics for sums in layer_sums if sums.statistics is not None]
         no_losses = hidden.new_zeros(2, dtype=torch.float32)
-        router_losses = sum((layer.aux_losses for layer in statistics), no_losses)
-        index_losses = sum((sums.index_losses for sums in layer_sums if sums.index_losses is not None), no_losses)
-        losses = torch.cat([router_losses, index_losses])
+        router_losses = torch.stack([layer.aux_losses for layer in statistics]).sum(0) if statistics else no_losses
+        losses = torch.cat([router_losses, no_losses if index_losses is None else index_losses])
         if not statistics:
             counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
             return losses, counts, counts.new_zeros(0)

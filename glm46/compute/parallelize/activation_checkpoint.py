@@ -15,6 +15,7 @@ from glm46.compute.distributed.recomputation import Part, recomputation
 from glm46.compute.model.adapters import adapted_grouped_mm
 from glm46.compute.model.attention_runs import block_attention
 from glm46.compute.model.experts import grouped_mm
+from glm46.compute.model.index_loss import index_loss_operator
 from glm46.compute.model.indexer import choose_keys
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.sparse_attention import chosen_attention
@@ -28,6 +29,7 @@ _OPERATORS = {
         block_attention._opoverload,
         choose_keys._opoverload,
         chosen_attention._opoverload,
+        index_loss_operator._opoverload,
         compat.VARLEN_OPERATOR,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,

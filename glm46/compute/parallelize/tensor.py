@@ -12,7 +12,7 @@ gradient norm see matrices split by rows, as for fewer ranks.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
             if is_sparse:
                 # The loss of an indexer needs the attention of all heads, and each rank computes it for other queries:
                 # so the gradients of an indexer are partial sums, as those of norms are.
-                replaced.head_share = HeadShare(dist.get_rank(group), mesh.size(), partial(_sum_of_parts, group=group))
+                replaced.head_share = HeadShare(dist.get_rank(group), mesh.size(), group.group_name)
             if isinstance(module, Attention) and head_group is not None:
                 projections: tuple[Any, ...] = (module.k_proj, module.v_proj)
                 for projection in projections:
@@ -85,11 +85,6 @@ def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """Return the group of those consecutive ranks of a tensor-parallel group that share this rank's key head.
     Collective over all ranks."""
     return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))
-
-
-def _sum_of_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(x, group=group)
-    return x
 
 
 # The following functions take the forward of a module and return its replacement.

@@ -223,7 +223,8 @@ class Decoder:
         routes_by_layer: dict[int, Tensor] = {}
         choice: Choice | None = None
         for name, block, core in zip(self.model.layers, self._blocks, self._main, strict=True):
-            x, routes, choice = self._run(block, core, x, place, rope, is_real, choice)
+            x, routes, own_choice = self._run(block, core, x, place, rope, is_real, choice)
+            choice = own_choice or choice
             if routes is not None:
                 routes_by_layer[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
         if self._routes is not None and routes_by_layer and not isinstance(place, Nothing):
@@ -292,8 +293,7 @@ class Decoder:
             if (layer := self._few[block]) is not None:
                 return *layer(x, rope, core, options), None
         output = block(x, rope, place.layout, is_real, options, None, choice)
-        statistics = output.sums.statistics
-        return output.hidden, statistics and statistics.routes, output.choice
+        return output.hidden, output.statistics and output.statistics.routes, output.choice
 
 
 def _record(recorded: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:

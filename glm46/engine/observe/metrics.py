@@ -128,6 +128,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("logprob_seconds", "s", "speed", "Time of log-probabilities and values of the rollout before its steps."),
     Metric("lr", "1", "optimizer", "Learning rate of the last step."),
     Metric("grad_norm", "1", "optimizer", "Global norm of the gradient before clipping."),
+    Metric("index_grad_norm", "1", "optimizer", "Norm of the gradient of indexers, which is clipped apart."),
     Metric("skipped_steps", "steps", "optimizer", "Steps skipped since the start: a spike, or a non-finite value."),
     Metric("mtp_loss_weight", "1", "optimizer", "Weight of the multi-token prediction loss."),
     Metric("bias_update_rate", "1", "optimizer", "Step of the routers' selection bias."),

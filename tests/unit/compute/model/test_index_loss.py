@@ -101,10 +101,10 @@ def test_ranks_with_other_heads_add_up(is_sparse, monkeypatch):
     case = Case(4, packed=False)
     monkeypatch.setattr(module, "_MAX_ELEMENTS", 5 * 4 * sum(LENGTHS) if not is_sparse else 5 * 10 * TOP_K)
     halves = [case.attention._replace(q_NHW=case.attention.q_NHW[:, heads]) for heads in (slice(0, 2), slice(2, 4))]
-    parts = [
-        case.run(is_sparse, heads=HeadShare(rank, 2, Sums(case, halves[1 - rank], is_sparse)), attention=halves[rank])
-        for rank in range(2)
-    ]
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(module, "_sum_over_heads", Sums(case, halves[1 - rank], is_sparse))
+        parts.append(case.run(is_sparse, heads=HeadShare(rank, 2, "both"), attention=halves[rank]))
     losses = parts[0][0] + parts[1][0]
     gradients = [sum(pair) for pair in zip(parts[0][1], parts[1][1], strict=True)]
     assert_equal(losses, gradients, expected(case, is_sparse))
@@ -117,7 +117,8 @@ class Sums:
         chunks = module._chunks(other, case.index, case.spans, case.chosen if is_sparse else None)
         self._targets = iter([module._target(other, chunk) for chunk in chunks])
 
-    def __call__(self, x):
+    def __call__(self, x, group_name):
+        assert group_name == "both"
         return x + next(self._targets)
 
 

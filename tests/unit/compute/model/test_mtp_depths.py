@@ -36,13 +36,13 @@ def plain_losses(model, batch):
         layer = layers[depth % len(layers)]
         embedding = F.embedding(batch["mtp_input_ids"][:, depth], model.embed_tokens.weight)
         joined = torch.cat([rms_norm(embedding, layer.enorm), rms_norm(hidden, layer.hnorm)], -1)
-        block_output, sums, _ = layer.block(joined @ layer.eh_proj.weight.T, rope, None, None, OPTIONS)
+        block_output, statistics, *_ = layer.block(joined @ layer.eh_proj.weight.T, rope, None, None, OPTIONS)
         hidden = rms_norm(block_output, layer.norm)
         logits = hidden @ model.lm_head.weight.T
         labels = batch["mtp_labels"][:, depth]
         losses.append(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
-        auxiliary = auxiliary + F.pad(sums.statistics.aux_losses, (0, 2))
-        counts[depth % len(layers)] += sums.statistics.tokens_per_expert
+        auxiliary = auxiliary + F.pad(statistics.aux_losses, (0, 2))
+        counts[depth % len(layers)] += statistics.tokens_per_expert
     return losses, auxiliary, counts
 
 

@@ -193,9 +193,10 @@ def half_split(model, monkeypatch):
 
 
 def last_dimensions(model, monkeypatch):
-    def rotated(self, x, rope):
+    def rotated(self, x, rope, last_flat_dim):
         kept = x.shape[-1] - self.rotated
-        return torch.cat([x[..., :kept], indexer.rotate_pairs(x[..., kept:], rope)], dim=-1)
+        whole = torch.cat([x[..., :kept], indexer.rotate_pairs(x[..., kept:], rope)], dim=-1)
+        return whole.flatten(0, last_flat_dim)
 
     monkeypatch.setattr(Indexer, "_rotated", rotated)
 
