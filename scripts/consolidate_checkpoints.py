@@ -18,10 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.config.errors import UserError  # noqa: E402
-from glm46.operate.launch.hostfile import Host, read_hostfile  # noqa: E402
-from glm46.operate.launch.ssh_hosts import CLIENTS, HostAnswer, run_on_hosts  # noqa: E402
-from glm46.storage.checkpoint.gathering import (  # noqa: E402
+from glm46.config.errors import UserError
+from glm46.operate.launch.hostfile import Host, read_hostfile
+from glm46.operate.launch.ssh_hosts import CLIENTS, HostAnswer, run_on_hosts
+from glm46.storage.checkpoint.gathering import (
     NodePart,
     copy_part,
     is_gathered,
@@ -31,8 +31,8 @@ from glm46.storage.checkpoint.gathering import (  # noqa: E402
     remove_part,
     whole_saves,
 )
-from glm46.storage.checkpoint.integrity import MANIFEST, step_folder  # noqa: E402
-from glm46.storage.checkpoint.publish import repair  # noqa: E402
+from glm46.storage.checkpoint.integrity import MANIFEST, step_folder
+from glm46.storage.checkpoint.publish import repair
 
 _SCRIPT = Path(__file__).resolve()
 """Every node can run it with the same Python."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.cli import main  # noqa: E402
+from glm46.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "from-hf", *sys.argv[1:]]))

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.config.errors import UserError  # noqa: E402
-from glm46.config.loader import load_config  # noqa: E402
-from glm46.config.options import require_picture  # noqa: E402
-from glm46.engine.observe.console import short_number  # noqa: E402
-from glm46.files.durable import replace_durably  # noqa: E402
-from glm46.run.plan import Plan, resolve_plan  # noqa: E402
-from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value  # noqa: E402
+from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+from glm46.config.options import require_picture
+from glm46.engine.observe.console import short_number
+from glm46.files.durable import replace_durably
+from glm46.run.plan import Plan, resolve_plan
+from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

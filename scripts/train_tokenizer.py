@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.storage.data.tokenizer_hf import GLM_PATTERN, byte_characters  # noqa: E402
+from glm46.storage.data.tokenizer_hf import GLM_PATTERN, byte_characters
 
 SUFFIXES = {".py", ".txt", ".rst", ".md"}
 

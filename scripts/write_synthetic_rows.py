@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.config.errors import UserError  # noqa: E402
+from glm46.config.errors import UserError
 
 Answers = Callable[[list[str], int], list[str]]
 """Answers the prompts with a seed."""

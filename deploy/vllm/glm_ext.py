@@ -43,7 +43,7 @@ if vllm.__version__.split("+")[0] != VLLM_RELEASE:
     )
 
 
-def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+def _expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):  # noqa: ARG001 - vLLM's
     """vLLM's function of this name. Its CPU form fills a copy, so the temperatures of drafts are what lay in memory,
     and samples come from another distribution than their log-probabilities say."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))

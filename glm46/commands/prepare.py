@@ -75,7 +75,7 @@ def read_recipe(file: Path | None, options: dict) -> TextRecipe:
     except ValidationError as error:
         faults = translate(error, TextRecipe)
     if faults:
-        origins = {key: "command line" for key in options}
+        origins = dict.fromkeys(options, "command line")
         place = file or "command line"
         raise UserError(*(f"{origins.get(key_parts(fault.keys[0])[0], place)}: {fault.message}" for fault in faults))
     return recipe

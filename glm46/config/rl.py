@@ -365,7 +365,7 @@ _BASE: dict[str, Any] = dict(
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": dict(ratio="sequence", clip=dict(low=3e-4, high=4e-4), correction=dict(level="token")),
     "gspo_glm": dict(ratio="sequence", clip=dict(low=1e-4, high=2e-4), correction=dict(level="token")),
-    "grpo": dict(),
+    "grpo": {},
     "dr_grpo": dict(advantage="group_mean", reduction="constant"),
     "dapo": dict(reduction="token_mean", clip=dict(high=0.28), dynamic_sampling=True, overlong_share=0.2),
     "cispo": dict(policy_loss="cispo", reduction="token_mean", clip=dict(low=1.0, high=4.0)),

@@ -46,7 +46,7 @@ def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, s
 
 
 @rule
-def routers_stay_as_they_are(config: RunConfig, adapter: AdapterConfig) -> Faults:
+def routers_stay_as_they_are(config: RunConfig, adapter: AdapterConfig) -> Faults:  # noqa: ARG001 - see `rule`
     """Routers belong to the frozen base, so that their temperature cannot change."""
     temperatures = values_of(config.moe.router_temperature)
     if len(set(temperatures)) > 1:

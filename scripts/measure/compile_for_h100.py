@@ -47,15 +47,15 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.compute.model.attention import Attention  # noqa: E402
-from glm46.compute.model.cross_entropy import HeadOutput, summed_loss, token_logprobs  # noqa: E402
-from glm46.compute.model.layers import FeedForward  # noqa: E402
-from glm46.compute.model.quantised_weights import converted  # noqa: E402
-from glm46.compute.optim.newton_schulz import orthogonalize  # noqa: E402
-from glm46.compute.parallelize.float8 import linear_product  # noqa: E402
-from glm46.config.float8 import Float8Config  # noqa: E402
-from glm46.config.presets import PRESETS  # noqa: E402
-from scripts.measure.count_kernels import layer, layer_inputs  # noqa: E402
+from glm46.compute.model.attention import Attention
+from glm46.compute.model.cross_entropy import HeadOutput, summed_loss, token_logprobs
+from glm46.compute.model.layers import FeedForward
+from glm46.compute.model.quantised_weights import converted
+from glm46.compute.optim.newton_schulz import orthogonalize
+from glm46.compute.parallelize.float8 import linear_product
+from glm46.config.float8 import Float8Config
+from glm46.config.presets import PRESETS
+from scripts.measure.count_kernels import layer, layer_inputs
 
 AIR, TOKENS = PRESETS["GLM-4.5-Air"], 4096
 GPU, TARGET = torch.device("cuda", 0), GPUTarget("cuda", 90, 32)

@@ -32,16 +32,16 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.compute.model.attention_layout import attention_layout  # noqa: E402
-from glm46.compute.model.block import TransformerBlock  # noqa: E402
-from glm46.compute.model.rope import rotary_tables  # noqa: E402
-from glm46.compute.model.router import RoutingOptions  # noqa: E402
-from glm46.compute.parallelize.exchange import AllToAllDispatcher  # noqa: E402
-from glm46.compute.parallelize.two_level import TwoLevelDispatcher  # noqa: E402
-from glm46.config.model import ModelShape  # noqa: E402
-from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.run.plan import places_of_token  # noqa: E402
-from scripts.measure.titan import TitanMoE  # noqa: E402
+from glm46.compute.model.attention_layout import attention_layout
+from glm46.compute.model.block import TransformerBlock
+from glm46.compute.model.rope import rotary_tables
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
+from glm46.compute.parallelize.two_level import TwoLevelDispatcher
+from glm46.config.model import ModelShape
+from glm46.config.presets import PRESETS
+from glm46.run.plan import places_of_token
+from scripts.measure.titan import TitanMoE
 
 KINDS = {
     "experts": "grouped_mm grouped_outer _grouped_mm",

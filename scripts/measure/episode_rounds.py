@@ -46,7 +46,7 @@ class _Rows:
     def __init__(self, rows: int):
         self._rows, self.calls = rows, 0
 
-    def serve(self, exchange, rules) -> None:  # noqa: ANN001 - see LocalEngine.serve
+    def serve(self, exchange, rules) -> None:
         waiting, running, ended = list[tuple[int, int]](), dict[int, list[int]](), dict[int, Completion]()
         while (given := exchange(ended)) is not None:
             waiting += [(number, request.max_new_tokens) for number, request in given[0]]

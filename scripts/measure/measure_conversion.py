@@ -25,18 +25,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.commands.convert import convert_command  # noqa: E402
-from glm46.config.errors import raise_if  # noqa: E402
-from glm46.config.model import ModelShape  # noqa: E402
-from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.storage.data.tokenizer import load_tokenizer  # noqa: E402
-from glm46.storage.huggingface.config_json import CONFIG, config_of  # noqa: E402
-from glm46.storage.huggingface.export_weights import ExportOptions, export_weights  # noqa: E402
-from glm46.storage.huggingface.folder_check import check_folder  # noqa: E402
-from glm46.storage.huggingface.folder_tensors import INDEX  # noqa: E402
-from glm46.storage.huggingface.import_weights import FolderReader, import_weights  # noqa: E402
-from glm46.storage.huggingface.names import HFNames  # noqa: E402
-from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids  # noqa: E402
+from glm46.commands.convert import convert_command
+from glm46.config.errors import raise_if
+from glm46.config.model import ModelShape
+from glm46.config.presets import PRESETS
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.config_json import CONFIG, config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.folder_check import check_folder
+from glm46.storage.huggingface.folder_tensors import INDEX
+from glm46.storage.huggingface.import_weights import FolderReader, import_weights
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
 LEAST_SPEED = 0.6
 """Limit: speed relative to the copy's bytes per second."""

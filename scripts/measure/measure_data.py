@@ -21,19 +21,19 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.config.text_recipe import TextRecipe  # noqa: E402
-from glm46.files.array_file import write_arrays  # noqa: E402
-from glm46.storage.data.loader import BatchLayout, TrainSource, build_train_loader  # noqa: E402
-from glm46.storage.data.manifest import Manifest, ShardEntry, Split, load_manifest  # noqa: E402
-from glm46.storage.data.tokenizer import BUILTIN_PATH, load_tokenizer  # noqa: E402
-from glm46.storage.data.tokenizer_hf import GLM_PATTERN  # noqa: E402
+from glm46.config.text_recipe import TextRecipe
+from glm46.files.array_file import write_arrays
+from glm46.storage.data.loader import BatchLayout, TrainSource, build_train_loader
+from glm46.storage.data.manifest import Manifest, ShardEntry, Split, load_manifest
+from glm46.storage.data.tokenizer import BUILTIN_PATH, load_tokenizer
+from glm46.storage.data.tokenizer_hf import GLM_PATTERN
 from glm46.storage.prepare.duplicates import (
-    Duplicates,  # noqa: E402
-    band_hashes,  # noqa: E402
+    Duplicates,
+    band_hashes,
 )
-from glm46.storage.prepare.input_files import embedded_files  # noqa: E402
-from glm46.storage.prepare.pipeline import prepare_text  # noqa: E402
-from glm46.storage.prepare.sharding import save_manifest, write_shard  # noqa: E402
+from glm46.storage.prepare.input_files import embedded_files
+from glm46.storage.prepare.pipeline import prepare_text
+from glm46.storage.prepare.sharding import save_manifest, write_shard
 
 _MEAN_DOCUMENT_TOKENS = 1_000
 _SECONDS = 0.5  # of each timed loop over batches

@@ -21,12 +21,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.compute.distributed.groups import group_of_partition  # noqa: E402
-from glm46.compute.model.moe import MoE  # noqa: E402
-from glm46.compute.model.router import RoutingOptions  # noqa: E402
-from glm46.compute.parallelize.exchange import AllToAllDispatcher  # noqa: E402
-from glm46.compute.parallelize.two_level import TwoLevelDispatcher  # noqa: E402
-from glm46.config.presets import PRESETS  # noqa: E402
+from glm46.compute.distributed.groups import group_of_partition
+from glm46.compute.model.moe import MoE
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
+from glm46.compute.parallelize.two_level import TwoLevelDispatcher
+from glm46.config.presets import PRESETS
 
 HOSTS, OF_HOST = 2, 4
 NAMES = [f"glm46-host{host}" for host in range(HOSTS)]
@@ -105,7 +105,8 @@ def main() -> None:
         of_rank = [sys.executable, __file__, *sys.argv[1:], "--rank"]
         commands = [["ip", "netns", "exec", NAMES[rank // OF_HOST], *of_rank, str(rank)] for rank in range(8)]
         processes = [subprocess.Popen(command) for command in commands]
-        if any([process.wait() for process in processes]):
+        statuses = [process.wait() for process in processes]
+        if any(statuses):
             sys.exit("a rank failed")
     finally:
         for name in NAMES:

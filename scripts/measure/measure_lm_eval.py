@@ -20,12 +20,12 @@ from lm_eval.models.huggingface import HFLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.engine.evaluation.answers import Answers  # noqa: E402
-from glm46.engine.evaluation.lm_eval_model import LmEvalModel  # noqa: E402
-from glm46.engine.evaluation.results import Results  # noqa: E402
-from glm46.engine.evaluation.standard import find_tasks  # noqa: E402
-from glm46.engine.inference.loading import Loaded, load_for_inference  # noqa: E402
-from glm46.engine.inference.model_mesh import ModelMesh  # noqa: E402
+from glm46.engine.evaluation.answers import Answers
+from glm46.engine.evaluation.lm_eval_model import LmEvalModel
+from glm46.engine.evaluation.results import Results
+from glm46.engine.evaluation.standard import find_tasks
+from glm46.engine.inference.loading import Loaded, load_for_inference
+from glm46.engine.inference.model_mesh import ModelMesh
 
 
 def main() -> None:

@@ -24,15 +24,15 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the launcher sets it for two ranks on two cores
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from glm46.config.loader import dump_config  # noqa: E402
-from glm46.storage.data.tokenizer import load_tokenizer  # noqa: E402
-from tests.builders import small_config, write_source  # noqa: E402
-from tests.harness import end_with  # noqa: E402
-from tests.ranks.forked_launch import ForkedRank, preflight  # noqa: E402
-from tests.unit.operate.cluster.test_host import GPU  # noqa: E402
+from glm46.config.loader import dump_config
+from glm46.storage.data.tokenizer import load_tokenizer
+from tests.builders import small_config, write_source
+from tests.harness import end_with
+from tests.ranks.forked_launch import ForkedRank, preflight
+from tests.unit.operate.cluster.test_host import GPU
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NEW_MOUNTS = 0x20000

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.compute.optim.muon import Muon  # noqa: E402
-from glm46.compute.optim.muon_update import Orthogonalizer  # noqa: E402
+from glm46.compute.optim.muon import Muon
+from glm46.compute.optim.muon_update import Orthogonalizer
 
 ROUNDS = 9
 # Four layers of GLM-4.6 at a sixteenth of its size: experts, attention, shared expert, router.

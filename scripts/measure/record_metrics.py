@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -157,7 +157,7 @@ def record(folder: Path, minutes: float, out: Path) -> None:
         first_stop, last_stop = count // 4, count - WAIT_SCRAPES
         head = {
             "machine": processor(),
-            "date": datetime.now(timezone.utc).date().isoformat(),
+            "date": datetime.now(UTC).date().isoformat(),
             "command": f"python scripts/measure/record_metrics.py --minutes {minutes:g}",
             "seconds": SCRAPE_SECONDS,
         }

@@ -21,19 +21,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
+import torch
 
-from glm46.compute.model.transformer import Transformer  # noqa: E402
-from glm46.config.adapter import AdapterConfig  # noqa: E402
-from glm46.config.errors import UserError  # noqa: E402
-from glm46.config.faults import counted  # noqa: E402
-from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.operate.launch.environment import describe_version  # noqa: E402
-from glm46.storage.huggingface.hub import fetch_options  # noqa: E402
-from scripts.measure.checkpoint_speed import checkpoint_speed  # noqa: E402
-from scripts.measure.finetune_speed import finetune_speed  # noqa: E402
-from scripts.measure.generation_speed import Decoding, generation_speed  # noqa: E402
-from scripts.measure.model_speed import (  # noqa: E402
+from glm46.compute.model.transformer import Transformer
+from glm46.config.adapter import AdapterConfig
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.presets import PRESETS
+from glm46.operate.launch.environment import describe_version
+from glm46.storage.huggingface.hub import fetch_options
+from scripts.measure.checkpoint_speed import checkpoint_speed
+from scripts.measure.finetune_speed import finetune_speed
+from scripts.measure.generation_speed import Decoding, generation_speed
+from scripts.measure.model_speed import (
     OWN,
     Build,
     Contestant,
@@ -43,8 +43,8 @@ from scripts.measure.model_speed import (  # noqa: E402
     race,
     speed_table,
 )
-from scripts.measure.peer import build_peer  # noqa: E402
-from scripts.measure.titan import with_titan_moe  # noqa: E402
+from scripts.measure.peer import build_peer
+from scripts.measure.titan import with_titan_moe
 
 PEERS = "transformers", "torchtitan"
 _SECONDS_BETWEEN_LINES = 15.0

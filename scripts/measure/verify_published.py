@@ -24,17 +24,17 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm46.commands.convert import convert_command  # noqa: E402
-from glm46.compute.distributed.local_tensor import global_indices  # noqa: E402
-from glm46.config.errors import UserError, raise_if  # noqa: E402
-from glm46.config.model import ModelShape  # noqa: E402
-from glm46.engine.inference.model_mesh import ModelMesh  # noqa: E402
-from glm46.files.tensor_file import TensorFile, read_records  # noqa: E402
-from glm46.storage.data.tokenizer import load_tokenizer  # noqa: E402
-from glm46.storage.huggingface.folder_check import check_folder, stored_shape  # noqa: E402
-from glm46.storage.huggingface.folder_tensors import find_tensors  # noqa: E402
-from glm46.storage.huggingface.import_weights import FolderReader  # noqa: E402
-from glm46.storage.huggingface.names import has_repeats  # noqa: E402
+from glm46.commands.convert import convert_command
+from glm46.compute.distributed.local_tensor import global_indices
+from glm46.config.errors import UserError, raise_if
+from glm46.config.model import ModelShape
+from glm46.engine.inference.model_mesh import ModelMesh
+from glm46.files.tensor_file import TensorFile, read_records
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.folder_check import check_folder, stored_shape
+from glm46.storage.huggingface.folder_tensors import find_tensors
+from glm46.storage.huggingface.import_weights import FolderReader
+from glm46.storage.huggingface.names import has_repeats
 
 TEXT = "def read(path: str) -> list[bytes]:\n    with open(path) as file:\n        return"
 TOKENS = 10

@@ -4,10 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from scripts import draw_badges, draw_packages, write_troubleshooting
 from tests.architecture import rules

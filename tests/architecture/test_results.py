@@ -5,11 +5,11 @@ an item or a row of a table that links to a page of results quotes from the file
 """
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -79,12 +79,12 @@ class Case(NamedTuple):
     rows: int = 1
     dtype: str = "float32"
     reduce: str = "float32"
-    optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
-    float8: dict[str, Any] = {}  # noqa: RUF012 - read only
+    optimizer: dict[str, Any] = {}
+    float8: dict[str, Any] = {}
     adapter: dict[str, Any] | None = None
     pairs: str = ""
     """A ``loss_type``: a step is the passes without gradient and the training of the policy."""
-    model: dict[str, Any] = {}  # noqa: RUF012 - read only
+    model: dict[str, Any] = {}
     depths: int | None = None
     """`mtp.depths`."""
     alone: bool = False
@@ -166,7 +166,7 @@ def rank_names() -> list[str]:
 class CountedTraffic(TorchDispatchMode):
     """Calls and bytes of collectives, by kind and ranks of the group."""
 
-    KINDS = {  # noqa: RUF012 - read only
+    KINDS = {
         "c10d::_allgather_base_": "all_gather", "c10d::allgather_": "all_gather",
         "c10d::_reduce_scatter_base_": "reduce_scatter", "c10d::allreduce_": "all_reduce",
         "c10d::alltoall_base_": "all_to_all", "c10d::send": "send",

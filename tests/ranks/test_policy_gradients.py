@@ -119,7 +119,7 @@ def objectives_of(networks: dict, rl: RLConfig) -> dict:
     is_restricted = rl == resolved("kept")
     policy = PolicyGradient(networks["policy"], rl, TEMPERATURE, is_on_policy=is_on_policy, is_restricted=is_restricted)
     of = {"policy": policy}
-    return of | ({"critic": ValueLoss(networks["critic"], rl)} if rl.advantage == "gae" else {})
+    return of | ({"critic": ValueLoss(networks["critic"])} if rl.advantage == "gae" else {})
 
 
 def reference_of(layout: Layout) -> tuple:

@@ -228,9 +228,9 @@ class _WithLoss(torch.autograd.Function):
     """Returns a copy of `x`. Backward adds a gradient of 1 for `loss`, which no other output depends on."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:  # noqa: ARG004 - autograd's
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # noqa: ARG004 - autograd's
         return grad, grad.new_ones((), dtype=torch.float32)

@@ -81,7 +81,7 @@ def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
 
 
 @lru_cache(maxsize=1)  # one for all layers and networks of a job
-def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:  # noqa: ARG001 - a key of the cache
     """Return the group of those consecutive ranks of a tensor-parallel group that share this rank's key head.
     Collective over all ranks."""
     return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))

@@ -29,7 +29,7 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 @functools.cache
-def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:
+def measured_matmul_flops(dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001 - a key of the cache
     """Measure the best FLOP/s of a square matmul on this CPU. Takes a fraction of a second, once per process.
 
     Args:

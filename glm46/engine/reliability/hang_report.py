@@ -210,9 +210,7 @@ def _stuck(answers: Answers) -> list[dict[int, GroupPosition]]:
             if rank < peer and rank in answers[peer].get("peers", []):
                 pairs.add((rank, peer))
     exchange = GroupPosition(0, "send and receive", completed=-1)  # below its number: known to be inside
-    for pair in sorted(pairs):
-        groups.append(dict.fromkeys(pair, exchange))
-    return groups
+    return groups + [dict.fromkeys(pair, exchange) for pair in sorted(pairs)]
 
 
 def _culprits_of_stuck(stuck: list[dict[int, GroupPosition]], is_timed: bool) -> list[int]:

@@ -49,7 +49,6 @@ class Saver:
         task: Task,
         checkpoints: CheckpointManager,
         observer: Observer,
-        progress: Progress,
         spikes: SpikeDetector,
     ):
         self._task = task

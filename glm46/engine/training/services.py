@@ -101,7 +101,7 @@ def services_of(
         yield Services(
             observer=observer,
             metrics=StepMetrics(task),
-            saver=Saver(task, checkpoints, observer, progress, spikes),
+            saver=Saver(task, checkpoints, observer, spikes),
             watchdog=watchdog,
             stop=stop,
             spikes=spikes,

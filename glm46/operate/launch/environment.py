@@ -5,11 +5,10 @@ with each interpreter that they find. It imports only the standard library at it
 """
 
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-
-import tomllib
 
 import glm46
 

@@ -94,8 +94,9 @@ def _form_and_prefix(folder: Path, stored: Iterable[str], shape: ModelShape) -> 
         anchor = _ANCHOR.get(form, _ANCHOR[Form.PER_EXPERT])
         prefixes = {name.removesuffix(anchor) for name in names if name == anchor or name.endswith(f".{anchor}")}
         expected = HFNames(shape, repeat_shared=False, form=form).places if prefixes else {}
-        for prefix in prefixes:
-            candidates.append((sum(prefix + name not in names for name in expected), len(prefix), form, prefix))
+        candidates += [
+            (sum(prefix + name not in names for name in expected), len(prefix), form, prefix) for prefix in prefixes
+        ]
     if not candidates:
         raise UserError(
             f"{folder}: holds no weights of GLM-4.5/4.6 by the names of Hugging Face or glm46, such as "

@@ -44,7 +44,7 @@ def export_weights(
     config: dict[str, Any],
     tensors: Mapping[str, Source],
     *,
-    options: ExportOptions = ExportOptions(),  # noqa: B008 - frozen
+    options: ExportOptions = ExportOptions(),
     report: ReportBytes | None = None,
     ranks: Ranks | None = None,
 ) -> int:

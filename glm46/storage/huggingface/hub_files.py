@@ -96,13 +96,13 @@ def missing_parts(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
             series = (match["stem"], match["total"])
             present.setdefault(series, set()).add(int(match["number"]))
             endings.setdefault(series, match["ending"])
-    missing = []
+    missing: list[str] = []
     for (stem, total), numbers in present.items():
         # Some series begin with 0, others with 1.
         first = 0 if 0 in numbers or int(total) not in numbers else 1
-        for number in range(first, first + min(int(total), _MAX_PARTS)):
-            if number not in numbers:
-                missing.append(f"{stem}-{number:0{len(total)}d}-of-{total}{endings[stem, total]}")
+        expected = range(first, first + min(int(total), _MAX_PARTS))
+        ending = f"of-{total}{endings[stem, total]}"
+        missing += [f"{stem}-{number:0{len(total)}d}-{ending}" for number in expected if number not in numbers]
     return list(filter_repo_objects(missing, allow_patterns=[*patterns]))
 
 

@@ -268,7 +268,7 @@ class PolicyGradient:
 class ValueLoss:
     """The critic's objective: clipped squared error at each token with a label. Its only total is ``targets``."""
 
-    def __init__(self, network: Network, config: ResolvedRL):
+    def __init__(self, network: Network):
         self._network = network
         self.form: HeadForm = summed_loss
         self.fields: tuple[str, ...] = ("old_values", "returns", "sample_tokens")

@@ -111,7 +111,7 @@ class Reinforcement(Task):
             self.networks["reward"] = build_frozen_network(judge_plan, cluster, head="value", on_samples=True)
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
-            self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
+            self.objectives["critic"] = ValueLoss(self.networks["critic"])
         tokens = [prompt.tokens for group in (prompts, *(group for _, group in self._sets)) for prompt in group]
         self._stop: StopRequest | None = None
         self._progress: Progress | None = None

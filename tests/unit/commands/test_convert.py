@@ -349,7 +349,7 @@ def test_tensors_are_filled_ahead_once_each_in_the_memory_of_two():
 
 
 def test_a_tensor_out_of_turn_is_filled_again():
-    with ReadAhead({name: ((4,), torch.float32) for name in "abc"}, lambda name, t: t.fill_(ord(name))) as tensors:
+    with ReadAhead(dict.fromkeys("abc", ((4,), torch.float32)), lambda name, t: t.fill_(ord(name))) as tensors:
         for name in "acba":
             assert torch.equal(tensors[name], torch.full((4,), float(ord(name))))
 

@@ -138,7 +138,7 @@ def test_parts_end_in_time_and_leave_what_they_do_not_need(tmp_path, monkeypatch
     assert {part for parts in made.COMMANDS.values() for part in parts} == set(made.PARTS)
     for parts in made.COMMANDS.values():
         assert sum(made.PARTS[name][1] for name in parts) <= made.SECONDS < 600 - 20
-    monkeypatch.setattr(made, "PARTS", {name: (None, 2000) for name in ("machine", "tests", "bf16")})
+    monkeypatch.setattr(made, "PARTS", dict.fromkeys(("machine", "tests", "bf16"), (None, 2000)))
     monkeypatch.setattr(made, "SECONDS", 6000)
     given = []
     monkeypatch.setattr(made, "attend_part", lambda *part: given.append(part[-1]) or {"status": "done", "seconds": 0.0})

@@ -81,7 +81,7 @@ class RewardRule:
     """True if the function replies to turns."""
 
 
-def exact(answer: Answer, options: Mapping[str, Any]) -> float:
+def exact(answer: Answer, options: Mapping[str, Any]) -> float:  # noqa: ARG001 - a reward's
     """Return 1 if the result equals the label, or one of several labels, ignoring surrounding white space."""
     return float(bool(answer.result) and answer.result in {str(label).strip() for label in answer.labels})
 
@@ -93,7 +93,7 @@ def exact_fault(label: object) -> str:
     return "" if str(label).strip() else "is empty, as an answer that was not given; write what the answer is to be"
 
 
-def well_formed(answer: Answer, options: Mapping[str, Any]) -> float:
+def well_formed(answer: Answer, options: Mapping[str, Any]) -> float:  # noqa: ARG001 - a reward's
     """Return 1 if the answer ended with a stop token, has a text after the thought, and closed the thought once,
     or has no thought tags if it could not think."""
     opened = answer.text.count("<think>")

@@ -126,7 +126,7 @@ _MAX_BOXES = 32
 """Maximum number of boxes to read, from the last one backwards."""
 
 
-def choice(answer: Answer, options: Mapping[str, Any]) -> float:
+def choice(answer: Answer, options: Mapping[str, Any]) -> float:  # noqa: ARG001 - a reward's
     """Return 1 if the letter that the result chooses is the label, such as "C".
 
     A letter in a box takes precedence, unless text after the box contradicts it. A box of mathematics is read like

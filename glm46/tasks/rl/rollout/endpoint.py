@@ -155,7 +155,7 @@ class PolicyEndpoint:
             text = json.dumps({"error": kind})
             is_late = client.is_streaming
             content = f"data: {text}\n\n".encode() if is_late else response(error.status, text)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError):
             content = b""  # not an HTTP request, not received in time, or the program is gone
         finally:
             self._reading.pop(writer, None)

@@ -119,8 +119,7 @@ class Server(ABC):
                 await self.receive(self.group, weights.version, seconds)
             else:
                 await self.load(weights.folder, weights.version, seconds)
-            for tokens in weights.probe:
-                scores.append(await self.score(tokens, seconds))
+            scores.extend([await self.score(tokens, seconds) for tokens in weights.probe])
             if self.lost is not None and weights.version != CHANGED:
                 await self.check_stop(list(rules.stop))
 

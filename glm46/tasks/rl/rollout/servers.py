@@ -169,7 +169,7 @@ class Servers:
         weights = self._weights
         reasons: dict[Server, str | None]
         if weights.folder is None and self.send is None:
-            reasons = {server: "it waits for the weights of the next update" for server in servers}
+            reasons = dict.fromkeys(servers, "it waits for the weights of the next update")
         else:
             reasons = await self._load(servers, weights)
         for server, reason in reasons.items():

@@ -249,7 +249,8 @@ class Session:
     def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
         """Return the deepest turn that a request continues; the latest of several."""
         # Deep turns first, so that a long history is compared only once.
-        deepest = sorted(reversed(self.answered), key=lambda turn: -len(turn.keys))
+        latest_first = self.answered[::-1]
+        deepest = sorted(latest_first, key=lambda turn: -len(turn.keys))
         return next((turn for turn in deepest if turn.tools == tools and turn.keys == keys[: len(turn.keys)]), None)
 
     def _renders_otherwise(self, turn: Turn, new: Sequence[Message]) -> bool:

@@ -92,9 +92,8 @@ def _allowed_types(schema: object, references: _References, depth: int) -> froze
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
     rules: list[frozenset[str] | None] = [_stated_types(schema)]
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
-            rules.append(_union([_allowed_types(branch, references, depth + 1) for branch in schema[name]]))
+    choices = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    rules += [_union([_allowed_types(branch, references, depth + 1) for branch in branches]) for branches in choices]
     if isinstance(schema.get("allOf"), list):
         rules += [_allowed_types(part, references, depth + 1) for part in schema["allOf"]]
     if isinstance(schema.get("$ref"), str):

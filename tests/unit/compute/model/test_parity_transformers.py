@@ -22,7 +22,7 @@ LATENT = dict(
     qk_rope_head_dim=6, v_head_dim=16, use_qk_norm=False, attention_bias=False, partial_rotary_factor=1.0,
 )  # fmt: skip
 CONFIGURATIONS = {
-    "4.6-like": dict(),
+    "4.6-like": {},
     "4.6-like, three dense layers": dict(num_hidden_layers=5, first_k_dense_replace=3),
     "4.6-like, two MTP layers": dict(num_nextn_predict_layers=2),
     "4.6-like, one MTP layer for three depths": dict(depths=3),
@@ -182,7 +182,7 @@ def test_predictions_are_the_reference_argmax(tiny_shape, random_model, random_b
     assert torch.equal(predictions[0], logits.argmax(-1))
 
 
-@pytest.mark.parametrize("changes", [dict(), AIR], ids=["4.6-like", "Air-like"])
+@pytest.mark.parametrize("changes", [{}, AIR], ids=["4.6-like", "Air-like"])
 def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16(
     changes, tiny_shape, random_model, random_batch, relative_error
 ):

@@ -43,7 +43,7 @@ def slow_routing(router, x, temperature=1.0):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(num_experts_per_tok=1, routed_scaling_factor=1.0), dict(num_experts_per_tok=8),
+    {}, dict(num_experts_per_tok=1, routed_scaling_factor=1.0), dict(num_experts_per_tok=8),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("temperature", [None, 0.5, 3.0])
 def test_choice_weights_and_counts_equal_a_plain_loop(changes, temperature, router_and_input):

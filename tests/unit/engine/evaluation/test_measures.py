@@ -126,7 +126,7 @@ def test_needle_figures_equal_dense_logits_and_a_random_model_knows_nothing(mode
     for cell in result["cells"]:
         loss = tokens = 0
         rows = [row for row in measure.rows if row.key.startswith(f"needle/{cell['length']}/{cell['depth']:g}/")]
-        for row in map(lambda row: row.build(), rows):
+        for row in [row.build() for row in rows]:
             logprobs, labels = dense_logprobs(model, row), row["labels"][0]
             for place in (labels != IGNORE).nonzero()[:, 0].tolist():
                 loss -= logprobs[place, labels[place]].item()
@@ -155,7 +155,7 @@ def test_the_loss_of_each_source_and_over_all_is_a_mean_over_its_targets(model, 
     assert [row.key.split("/")[2] for row in measure.rows] == ["test", "test", "again", "again"]
     result = measured(model, measure, document_mask=False)
     loss = targets = text = 0
-    for row in map(lambda row: row.build(), measure.rows[:2]):
+    for row in [row.build() for row in measure.rows[:2]]:
         logprobs, labels = dense_logprobs(model, row), row["labels"][0]
         for place in (labels != IGNORE).nonzero()[:, 0].tolist():
             loss -= logprobs[place, labels[place]].item()

@@ -18,7 +18,7 @@ from glm46.operate.launch.train_rank import train
 from tests.builders import small_config
 
 pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
-from glm46.engine.evaluation.standard import find_tasks  # noqa: E402 - it imports lm-eval
+from glm46.engine.evaluation.standard import find_tasks
 
 NAMES = ["next_line", "documentation", "rest_of_line"]
 FOLDER = Path(__file__).parents[3] / "lm_eval_tasks"

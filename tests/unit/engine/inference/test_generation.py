@@ -264,7 +264,7 @@ def test_good_drafts_save_rounds_and_keep_all_tokens(predictable, prompts, depth
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)], ids=str
+    "options", [{}, dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)], ids=str
 )
 def test_filters_equal_transformers(options):
     logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
@@ -324,7 +324,7 @@ def test_a_continuation_does_not_depend_on_rows_neighbours_or_drafts_and_can_be_
         found = [Continuation(*requests[number]) for number in numbers]
         decoder = Decoder(model, batch=rows, max_length=40, drafts=drafts)
         Generation(decoder, found, **rules).run()
-        return {number: one for number, one in zip(numbers, found, strict=True)}
+        return dict(zip(numbers, found, strict=True))
 
     alone = {number: drawn([number], 1)[number] for number in range(23)}
     assert {one.finish for one in alone.values()} == {"stop", "length"}

@@ -161,11 +161,11 @@ def test_a_run_that_cannot_begin_is_a_failure_with_its_message(monkeypatch):
 
 @pytest.mark.parametrize(
     ("losses", "status"),
-    [({1: 9.0, 16: 8.0}, FAIL), ({step: 9.0 for step in range(1, 17)}, PASS)],
+    [({1: 9.0, 16: 8.0}, FAIL), (dict.fromkeys(range(1, 17), 9.0), PASS)],
     ids=["steps are missing", "equal"],
 )
 def test_all_losses_must_be_there_and_equal(losses, status, monkeypatch):
-    expected = {step: 9.0 for step in range(1, 17)}
+    expected = dict.fromkeys(range(1, 17), 9.0)
     monkeypatch.setattr(recovery, "_train", lambda _, name, __, killed_at=None: losses if killed_at else expected)
     assert recovery.recovery(2, has_gpu=False).status == status
     changed = expected | {16: float("nan")}

@@ -70,7 +70,7 @@ def make_folder(folder, shape, repeat_shared, files=3, seed=0):
         file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
         part = {name: tensors[name] for name in shuffled[i::files]}
         safetensors.torch.save_file(part, folder / file, {"format": "pt"})
-        weight_map |= {name: file for name in part}
+        weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return tensors
 
@@ -353,7 +353,7 @@ def _change_file(folder, change):
     _change_index(
         folder,
         lambda m: ([m.pop(n) for n in [n for n in m if m[n] == path.name and n not in names]],
-                   m.update({n: path.name for n in names})),
+                   m.update(dict.fromkeys(names, path.name))),
     )  # fmt: skip
 
 

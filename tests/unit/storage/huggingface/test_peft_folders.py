@@ -88,7 +88,7 @@ def assert_peft_computes(base, folder, tensors, scale):
 
 
 KINDS = {
-    "all": dict(), "attention": dict(targets=["attention"]), "experts": dict(targets=["experts"]),
+    "all": {}, "attention": dict(targets=["attention"]), "experts": dict(targets=["experts"]),
     "dense": dict(targets=["dense"]), "shared experts": dict(targets=["shared_experts"]),
     "attention, dense and shared experts": dict(targets=["attention", "dense", "shared_experts"]),
     "expert rank 1 of 8": dict(rank=8, expert_rank=1), "expert rank above": dict(rank=2, expert_rank=6),

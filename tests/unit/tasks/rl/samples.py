@@ -99,7 +99,7 @@ def policy_step(
 
 def value_step(batch: dict[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float], Tensor]:
     """Loss, metrics and gradient of the values ``new_values``."""
-    objective = ValueLoss(network(1), config)
+    objective = ValueLoss(network(1))
     values, totals = batch["new_values"].clone().requires_grad_(), objective.count([batch])
     loss = objective.loss(output(values, values=values), batch, totals, 0)
     sums = objective.sums(output(values.detach(), values=values.detach()), batch)

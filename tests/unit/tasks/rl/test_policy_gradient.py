@@ -222,7 +222,7 @@ def test_glm5_s_loss_of_agents_weighs_each_token_by_its_ratio_to_the_rollout():
     config = rl("glm5_agent", clip={"low": 0.3, "high": 0.25})
     assert config.old_policy == "rollout" and not config.is_on_policy(config.samples_per_rollout)
     tokens, rewards, groups = samples(torch.Generator().manual_seed(11))
-    batch = {name: values for name, values in packed(tokens, [[6, 1], [7, 3, 0], [5], [2, 4]], 12).items()}
+    batch = dict(packed(tokens, [[6, 1], [7, 3, 0], [5], [2, 4]], 12))
     del batch["old_logprobs"], batch["reference_logprobs"]
     batch["rollout_logprobs"] = batch["rollout_logprobs"].float().double()  # fields are FP32
     batches = prepared([batch], rewards, groups, config)

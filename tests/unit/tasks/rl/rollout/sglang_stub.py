@@ -50,7 +50,7 @@ class SglangCalls:
 
     def start_sglang(self) -> None:
         """Set the attributes. `facts`: of ``/server_info``. `refused`: bodies that broke the contract."""
-        options = {name: None for name in CONTRACT["options"].values()}
+        options = dict.fromkeys(CONTRACT["options"].values())
         self.facts = options | {"tp_size": 1, "dp_size": 1, "pp_size": 1, "enable_lora": False, "device": "cpu"}
         self.facts |= {"enable_return_routed_experts": False, "enable_deterministic_inference": True}
         self.paused, self.in_session, self.has_received, self.refused, self.all_layers = False, False, False, [], None
