@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch._functorch.config
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.autograd import profiler
 from torch.distributed import _symmetric_memory
 from torch.distributed.tensor import DTensor
@@ -54,6 +55,32 @@ unflatten_tree = _pytree.tree_unflatten
 map_tree = _pytree.tree_map
 """Call a function with each leaf, and return the results in the same structure."""
 
+Store = _distributed_c10d.Store
+"""The types of the stores that ranks meet at. `torch.distributed` has them without exporting them."""
+HashStore = _distributed_c10d.HashStore
+PrefixStore = _distributed_c10d.PrefixStore
+TCPStore = _distributed_c10d.TCPStore
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class FunctionContext(Protocol):
+    """The argument ``ctx`` of a `torch.autograd.Function`, whose class torch does not name. A subclass of this protocol
+    states the attributes that forward sets for backward."""
+
+    saved_tensors: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """See `torch.autograd.function.FunctionCtx`."""
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        """See `torch.autograd.function.FunctionCtx`."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """See `torch.autograd.function.FunctionCtx`."""
+
+
 StridedShard = _StridedShard
 """Placement of a dimension that both FSDP2 and tensor parallelism shard. It is private, and in torch 2.13 no longer a
 subclass of Shard: code that handles only Shard takes the wrong rows without an error."""
@@ -89,7 +116,18 @@ def empty_groups(offsets: Tensor) -> Tensor:
     return (offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
-@torch.compiler.assume_constant_result  # a compiled layer calls it, and its graph cannot contain the check
+def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return `torch.compiler.disable` of a function, with its types, which torch drops."""
+    disabled: Callable[_Arguments, _Result] = torch.compiler.disable(function)
+    return disabled
+
+
+def _constant_in_graphs(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    constant: Callable[_Arguments, _Result] = torch.compiler.assume_constant_result(function)
+    return constant
+
+
+@_constant_in_graphs  # a compiled layer calls it, and its graph cannot contain the check
 def gradients_of_empty_groups_are_undefined(device: torch.device) -> bool:
     """Return True if the grouped product [I, N] x [N, O] writes nothing for an empty group: CUTLASS before its pull
     request 2746, on compute capability 10.x (pytorch issue 172439). Multiplies once and reads the result."""
@@ -171,11 +209,18 @@ def mxfp8_grouped_mm() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
     def multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return _to_mxfp8_then_scaled_grouped_mm(
+        product: Tensor = _to_mxfp8_then_scaled_grouped_mm(
             x, weight.transpose(1, 2), offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False
         )
+        return product
 
     return multiply
+
+
+class _Kernel(Protocol):
+    """A function of Triton."""
+
+    arg_names: list[str]
 
 
 @contextlib.contextmanager
@@ -191,8 +236,8 @@ def _tuned_once() -> Iterator[None]:
 
     autotune = triton.autotune
 
-    def tune(configs: list, key: list[str], **options: Any) -> Callable:
-        def tuned(kernel: Any) -> Any:
+    def tune(configs: list[object], key: list[str], **options: object) -> Callable[[_Kernel], object]:
+        def tuned(kernel: _Kernel) -> object:
             names = ["N_GROUPS", "N", "N1", "N2"] if "offsets_ptr" in kernel.arg_names else key
             few = configs[:: -(-len(configs) // 4)]
             return autotune(few, [name for name in names if name in kernel.arg_names], **options)(kernel)
@@ -254,12 +299,20 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: tuple[int, int]
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`."""
-    return _varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
+    out: Tensor = _varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
+    return out
 
 
 class DispatchMode(TorchDispatchMode):
     """A mode whose ``__torch_dispatch__`` receives each operator in its context, including operators of compiled
     code."""
+
+    # These two only state the types, which torch lacks. mypy does not see that `super()` leads to torch.
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+
+    def __exit__(self, *error: object) -> None:
+        TorchDispatchMode.__exit__(self, *error)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -296,7 +349,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `flash_attention`."""
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad,
         q,
         k,
@@ -312,6 +365,7 @@ def flash_attention_backward(
         no_dropout,
         torch.empty(0, dtype=torch.uint64, device=q.device),
     )
+    return gradients
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,9 +383,10 @@ def cpu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `plain_attention_backward` by torch's CPU kernel."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, log_sum, 0.0, False, attn_mask=added_mask(mask, q.dtype).unsqueeze(1)
     )
+    return gradients
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -382,8 +437,9 @@ def publish_compiled_files_whole() -> None:
 def compiled_code_folders() -> set[Path]:
     """Return the folders of Inductor's cache on this machine."""
     from torch._inductor import codecache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return {Path(codecache.cache_dir()), Path(codecache._HEADER_DIR)}
+    return {Path(cache_dir()), Path(codecache._HEADER_DIR)}
 
 
 def let_size_vary(tensor: Tensor, dim: int) -> None:
@@ -442,7 +498,8 @@ def start_exchange(
 def wait_for_exchange(arriving: Tensor, work: dist.Work | None) -> Tensor:
     """Wait for the rows of `start_exchange`, and return them. On a GPU the stream waits, not the host."""
     if work is None:
-        return torch.ops._c10d_functional.wait_tensor(arriving)
+        rows: Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
+        return rows
     work.wait()
     return arriving.view_as(arriving)
 
@@ -451,17 +508,20 @@ def gather_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the tensors of all ranks along a dimension, by operators of a compiled graph. Inductor may join them
     with the product that reads them (`_micro_pipeline_tp`). Differentiable. torch has such operators in a private
     module."""
-    return _functional_collectives.all_gather_tensor_autograd(x, dim, group)
+    gathered: Tensor = _functional_collectives.all_gather_tensor_autograd(x, dim, group)
+    return gathered
 
 
 def scatter_sum_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, and return this rank's part of the sum along a dimension; see `gather_in_graph`."""
-    return _functional_collectives.reduce_scatter_tensor_autograd(x, "sum", dim, group)
+    part: Tensor = _functional_collectives.reduce_scatter_tensor_autograd(x, "sum", dim, group)
+    return part
 
 
 def sum_in_graph(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, without a gradient; see `gather_in_graph`."""
-    return _functional_collectives.all_reduce(x, "sum", group)
+    total: Tensor = _functional_collectives.all_reduce(x, "sum", group)
+    return total
 
 
 def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
@@ -499,17 +559,18 @@ def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
 
 def multiply_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each tensor by a scalar on the CPU, in one kernel on a GPU for each dtype. Devices may differ."""
-    by_kind: dict[tuple, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for same in by_kind.values():  # a mixed list is multiplied one by one
         torch._foreach_mul_(same, factor)
 
 
-def clone_store() -> dist.Store:
+def clone_store() -> Store:
     """Return a second connection to the store of the default process group, for use in another thread. The store has no
     public name, and the types of torch 2.13 do not have its method."""
-    return cast(Any, dist.distributed_c10d._get_default_store()).clone()
+    clone: Store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
+    return clone
 
 
 def flight_recorders() -> dict[str, str]:
@@ -521,7 +582,7 @@ def flight_recorders() -> dict[str, str]:
     return {backend: trace.decode() if isinstance(trace, bytes) else trace for backend, trace in traces.items()}
 
 
-def named_range(name: str) -> contextlib.AbstractContextManager:
+def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a context that is a range of this name in the trace of a recording profiler, and costs nothing without
     one. torch has no public name for the state of the profiler."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
@@ -548,12 +609,14 @@ def pack_weight(weight: Tensor) -> Tensor:
 
     Uses private operators of torch's compiler back end: the public `torch.utils.mkldnn` needs converted inputs too.
     """
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `F.linear` with a weight from `pack_weight`."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y
 
 
 _LOGGED_NOISE = {

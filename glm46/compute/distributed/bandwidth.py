@@ -36,7 +36,8 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     work()
     end.record()
     end.synchronize()  # sync: waits until the measured work has ended
-    return begin.elapsed_time(end) / 1e3
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
 
 
 class BandwidthProbe:

@@ -23,6 +23,7 @@ def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
     Raises:
         UserError: `work` raised one on some rank; on all ranks, see `raise_on_all_ranks`.
     """
+    result: _Result
     result, error = catch_user_error(work)
     if combine_on_host(torch.tensor([error is not None], dtype=torch.int64)).item():
         raise_on_all_ranks(error)
@@ -38,7 +39,8 @@ def read_on_first_rank(read: Callable[[], _Result]) -> _Result:
     box: list[Any] = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
     if dist.get_world_size() > 1:  # one rank: a broadcast would only copy the result, by pickle
         dist.broadcast_object_list(box)
-    return box[0]
+    result: _Result = box[0]
+    return result
 
 
 def on_first_rank(*faults: str) -> tuple[str, ...]:

@@ -2,20 +2,26 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.distributed.recomputation import Part, leaves_out
 
 _Collective = Callable[[Tensor], Tensor]
 
 
+class _ExchangeContext(FunctionContext, Protocol):
+    exchange: "Exchange"
+
+
 class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, exchange: "Exchange") -> Tensor:
+    def forward(ctx: _ExchangeContext, rows: Tensor, exchange: "Exchange") -> Tensor:
         ctx.exchange = exchange
         if exchange.is_left_out:
             return rows.new_empty(sum(exchange.receive), *rows.shape[1:])
@@ -25,15 +31,16 @@ class _StartExchange(torch.autograd.Function):
         return in_flight
 
     @staticmethod
-    def backward(ctx, _: Tensor):
+    def backward(ctx: _ExchangeContext, _: Tensor) -> tuple[Tensor | None, ...]:
         arriving_grad = ctx.exchange.returning
         ctx.exchange.returning = None
+        assert arriving_grad is not None, "backward of `finish` has started it"
         return compat.wait_for_exchange(*arriving_grad), None
 
 
 class _FinishExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, in_flight: Tensor, exchange: "Exchange") -> Tensor:
+    def forward(ctx: _ExchangeContext, in_flight: Tensor, exchange: "Exchange") -> Tensor:
         ctx.exchange = exchange
         if exchange.is_left_out:
             return in_flight.view_as(in_flight)
@@ -43,7 +50,7 @@ class _FinishExchange(torch.autograd.Function):
         return compat.wait_for_exchange(in_flight, work)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         # The rows return: what was received is sent.
         exchange.returning = compat.start_exchange(grad.contiguous(), exchange.send, exchange.receive, exchange.group)
@@ -77,24 +84,35 @@ class Exchange:
     def start(self, rows: Tensor) -> Tensor:
         """Send [sum(send), ...], the first send[0] rows to the first rank, and so on. The result, which `finish` takes,
         must not be read. Collective."""
-        return _StartExchange.apply(rows, self)
+        in_flight: Tensor = _StartExchange.apply(rows, self)
+        return in_flight
 
     def finish(self, in_flight: Tensor) -> Tensor:
         """Wait for the rows of all ranks: [sum(receive), ...]."""
-        return _FinishExchange.apply(in_flight, self)
+        received: Tensor = _FinishExchange.apply(in_flight, self)
+        return received
+
+
+class _CollectiveContext(FunctionContext, Protocol):
+    gradient_collective: _Collective
 
 
 class _Differentiable(torch.autograd.Function):
     """A collective whose backward is another collective; both are functions of a tensor."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward: _Collective, backward: _Collective) -> Tensor:
-        ctx.of_gradient = backward
+    def forward(ctx: _CollectiveContext, x: Tensor, forward: _Collective, backward: _Collective) -> Tensor:
+        ctx.gradient_collective = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return ctx.of_gradient(grad), None, None
+    def backward(ctx: _CollectiveContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradient_collective(grad), None, None
+
+
+def _differentiable(x: Tensor, forward: _Collective, backward: _Collective) -> Tensor:
+    result: Tensor = _Differentiable.apply(x, forward, backward)
+    return result
 
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -112,7 +130,7 @@ def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist
     Returns:
         [sum(receive), ...].
     """
-    return _Differentiable.apply(
+    return _differentiable(
         rows,
         partial(_all_to_all, send=send, receive=receive, group=group),
         partial(_all_to_all, send=receive, receive=send, group=group),
@@ -129,19 +147,20 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of `x` over a group. Backward sums too: every rank's result depends on every rank's `x`. Collective."""
-    return _Differentiable.apply(x, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
+    return _differentiable(x, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     out = part.new_empty(ranks * part.shape[0], *part.shape[1:])
     compat.gather_rows(out, part.contiguous(), group)
-    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)  # [ranks, B, s, ...] to [B, ranks * s, ...]
+    parts: Tensor = out.unflatten(0, (ranks, -1)).transpose(0, 1)
+    return parts.flatten(1, 2)  # [ranks, B, s, ...] to [B, ranks * s, ...]
 
 
 def _sum_and_scatter(sequence: Tensor, group: dist.ProcessGroup) -> Tensor:
     # [B, ranks * s, ...] to [ranks * B, s, ...]: the part of each rank is contiguous.
-    parts = sequence.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    parts: Tensor = sequence.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
     out = parts.new_empty(sequence.shape[0], *parts.shape[1:])
     compat.scatter_row_sums(out, parts, group)
     return out
@@ -158,7 +177,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return compat.gather_in_graph(x, 1, group)
-    return _Differentiable.apply(x, partial(_gather, group=group), partial(_sum_and_scatter, group=group))
+    return _differentiable(x, partial(_gather, group=group), partial(_sum_and_scatter, group=group))
 
 
 def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -166,7 +185,7 @@ def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     full gradient, and backward takes this rank's part of it. Collective."""
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
-    return _Differentiable.apply(x, partial(_gather, group=group), lambda grad: grad.chunk(ranks, dim=1)[rank])
+    return _differentiable(x, partial(_gather, group=group), lambda grad: grad.chunk(ranks, dim=1)[rank])
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -180,4 +199,4 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return compat.scatter_sum_in_graph(x, 1, group)
-    return _Differentiable.apply(x, partial(_sum_and_scatter, group=group), partial(_gather, group=group))
+    return _differentiable(x, partial(_sum_and_scatter, group=group), partial(_gather, group=group))

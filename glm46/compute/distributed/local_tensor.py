@@ -26,7 +26,8 @@ def copy_to_device(value: _Value, device: torch.device) -> _Value:
         # A tensor whose elements share memory, for example after `expand`, cannot be pinned.
         source = source.contiguous() if isinstance(source, Tensor) else source
         source = source.pin_memory()
-    return source.to(device, non_blocking=True)
+    copied: _Value = source.to(device, non_blocking=True)
+    return copied
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from glm46.compat import HashStore
 from glm46.compute.distributed.agreement import combine_on_host
 from glm46.compute.distributed.environment import (
     launched_local_rank,
@@ -56,7 +57,7 @@ def join(timeout_seconds: int) -> Process:
         device = torch.device("cpu")
         backend = "gloo"
         device_id = None
-    store = dist.HashStore() if world_size == 1 else None  # one process needs no port; None: by torchrun's variables
+    store = HashStore() if world_size == 1 else None  # one process needs no port; None: by torchrun's variables
     dist.init_process_group(
         backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=device_id
     )

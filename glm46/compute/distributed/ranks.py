@@ -91,7 +91,7 @@ class Ranks:
         self._call(dist.scatter_object_list, box, values, src=0)
         return box[0]
 
-    def _call(self, collective: Callable, *arguments: object, **options: object) -> None:
+    def _call(self, collective: Callable[..., object], *arguments: object, **options: object) -> None:
         if self.group is not None:  # a rank alone already has its own value as the result
             try:
                 collective(*arguments, group=self.group, **options)

@@ -10,8 +10,8 @@ Part = Literal["rows", "first hop", "back"]
 
 
 def recomputation(
-    left_out: tuple[Part, ...], inner: tuple[AbstractContextManager, ...] = (nullcontext(), nullcontext())
-) -> tuple[AbstractContextManager, AbstractContextManager]:
+    left_out: tuple[Part, ...], inner: tuple[AbstractContextManager[object], ...] = (nullcontext(), nullcontext())
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Create the contexts for the forward of a layer and for its recomputation, for `torch.utils.checkpoint`.
 
     Args:
@@ -30,7 +30,12 @@ class _Pass:
     """
 
     def __init__(
-        self, values: list[Any], left_out: tuple[Part, ...], *, is_recomputation: bool, inner: AbstractContextManager
+        self,
+        values: list[Any],
+        left_out: tuple[Part, ...],
+        *,
+        is_recomputation: bool,
+        inner: AbstractContextManager[object],
     ):
         self.values = values
         self.left_out = left_out

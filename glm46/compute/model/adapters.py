@@ -8,13 +8,14 @@ is a constant in backward (arXiv 2402.09353, section 4.3). So the result is scal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.compute.model.layers import Linear, local_weight
 from glm46.compute.model.quantised_weights import (
@@ -84,8 +85,12 @@ def _linear_product(module: Any, scale: float, x: Tensor, weight: Tensor, bias: 
     if is_adapted:
         a, b = (local_weight(part).to(x.dtype) for part in (module.lora_A, module.lora_B))
         excess = _excess(module, "") if hasattr(module, "magnitude") else None
-    y_TO = _AdaptedLinear.apply(x.flatten(0, -2), weight, scales, bias, a, b, scale, excess)
+    y_TO: Tensor = _AdaptedLinear.apply(x.flatten(0, -2), weight, scales, bias, a, b, scale, excess)
     return y_TO.view(*x.shape[:-1], -1)
+
+
+class _ScaledContext(FunctionContext, Protocol):
+    scale: float
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -96,14 +101,24 @@ class _AdaptedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TI, weight_OI, scales, bias_O, a_RI, b_OR, scale: float, excess_O):
+    def forward(
+        ctx: _ScaledContext,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        scales: Tensor | None,
+        bias_O: Tensor | None,
+        a_RI: Tensor | None,
+        b_OR: Tensor | None,
+        scale: float,
+        excess_O: Tensor | None,
+    ) -> Tensor:
         y_TO = (
             F.linear(x_TI, weight_OI, bias_O) if scales is None else quantised_linear(x_TI, weight_OI, scales, bias_O)
         )
         ctx.scale = scale
         low_TR = None
         unscaled_TO = None
-        if a_RI is not None:
+        if a_RI is not None and b_OR is not None:
             low_TR = F.linear(x_TI, a_RI).mul_(scale)
             # In place, except in a graph: torch 2.11 compiles wrong gradients of an output that was modified in place.
             add = y_TO.addmm if torch.compiler.is_compiling() else y_TO.addmm_
@@ -116,7 +131,7 @@ class _AdaptedLinear(torch.autograd.Function):
         return y_TO
 
     @staticmethod
-    def backward(ctx, grad_TO: Tensor):
+    def backward(ctx: _ScaledContext, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, scales, a_RI, b_OR, low_TR, unscaled_TO, excess_O = ctx.saved_tensors
         grad_x = grad_a = grad_b = grad_excess = grad_low_TR = None
         if excess_O is not None:
@@ -144,9 +159,10 @@ def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Te
         return module.product(x_NI, weight, offsets)
     if is_adapted:
         a, b = (local_weight(getattr(module, f"{name}_{key}")).to(x_NI.dtype) for key in ("lora_A", "lora_B"))
-    y_NO, _ = adapted_grouped_mm(x_NI, weight, scales, a, b, offsets, scale)
+    y_NO: Tensor = adapted_grouped_mm(x_NI, weight, scales, a, b, offsets, scale)[0]
     if is_adapted and hasattr(module, f"{name}_magnitude"):
-        y_NO = _add_scaled_groups(y_NO, _excess(module, f"{name}_").to(x_NI.dtype), offsets)
+        scaled_NO: Tensor = _add_scaled_groups(y_NO, _excess(module, f"{name}_").to(x_NI.dtype), offsets)
+        return scaled_NO
     return y_NO
 
 
@@ -156,7 +172,9 @@ def _excess(module: nn.Module, prefix: str) -> Tensor:
     FSDP2 gathers m rounded."""
     m = local_weight(getattr(module, f"{prefix}magnitude"))
     # The second term is zero and has the gradient of m.
-    return getattr(module, f"{prefix}excess") + (m - m.detach()) / getattr(module, f"{prefix}norm")
+    excess: Tensor = getattr(module, f"{prefix}excess")
+    norm: Tensor = getattr(module, f"{prefix}norm")
+    return excess + (m - m.detach()) / norm
 
 
 @torch.library.custom_op("glm46::adapted_grouped_mm", mutates_args=())
@@ -191,7 +209,15 @@ def adapted_grouped_mm(
 
 
 @adapted_grouped_mm.register_fake
-def _(x_NI: Tensor, weight_EOI: Tensor, scales, a_ERI: Tensor | None, b_EOR, offsets: Tensor, scale: float):
+def _(
+    x_NI: Tensor,
+    weight_EOI: Tensor,
+    scales: Tensor | None,
+    a_ERI: Tensor | None,
+    b_EOR: Tensor | None,
+    offsets: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     rank = 0 if a_ERI is None else a_ERI.shape[1]
     return x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1]), x_NI.new_empty(x_NI.shape[0], rank)
 
@@ -204,17 +230,17 @@ def _frozen_grouped_mm(grad_NO: Tensor, weight_EOI: Tensor, scales: Tensor | Non
 
 
 @_frozen_grouped_mm.register_fake
-def _(grad_NO: Tensor, weight_EOI: Tensor, scales, offsets: Tensor) -> Tensor:
+def _(grad_NO: Tensor, weight_EOI: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
     return grad_NO.new_empty(grad_NO.shape[0], columns_of(weight_EOI, scales))
 
 
-def _save_for_product(ctx, inputs, output):
+def _save_for_product(ctx: _ScaledContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x_NI, weight_EOI, scales, a_ERI, b_EOR, offsets, ctx.scale = inputs
     kept_NI = None if a_ERI is None else x_NI
     ctx.save_for_backward(kept_NI, weight_EOI, scales, a_ERI, b_EOR, offsets, output[1])
 
 
-def _product_backward(ctx, grad_NO: Tensor, _):
+def _product_backward(ctx: _ScaledContext, grad_NO: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     x_NI, weight_EOI, scales, a_ERI, b_EOR, offsets, low_NR = ctx.saved_tensors
     grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
     grad_x = grad_a = grad_b = grad_low_NR = None
@@ -251,11 +277,11 @@ def _of_rows(x_NO: Tensor, factor_EO: Tensor, offsets: Tensor, out: Tensor | Non
     return torch.index_select(factor_EO, 0, group_N, out=out)
 
 
-def _save_for_scaling(ctx, inputs, output):
+def _save_for_scaling(ctx: FunctionContext, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _scaling_backward(ctx, grad_NO: Tensor):
+def _scaling_backward(ctx: FunctionContext, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
     x_NO, factor_EO, offsets = ctx.saved_tensors
     ones = x_NO.new_ones(x_NO.shape[0], 8)  # rows of 16 bytes, which grouped products need
     product_NO = grad_NO * x_NO

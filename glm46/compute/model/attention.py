@@ -62,4 +62,5 @@ class Attention(nn.Module):
             q = self.q_norm(q)
             k = self.k_norm(k)
         out = self.core(rotate(q, rope), rotate(k, rope), v, layout)
-        return self.o_proj(out.reshape(B, S, -1))
+        y: Tensor = self.o_proj(out.reshape(B, S, -1))
+        return y

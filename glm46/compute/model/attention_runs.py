@@ -8,13 +8,14 @@ X = G * N.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.model.attention_layout import AttentionLayout
 from glm46.config.errors import UserError
 
@@ -104,7 +105,8 @@ def attend_in_runs(q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, layout: Attentio
     if has_flash_kernel(q_NHC.device, q_NHC.dtype):
         window_left = -1 if layout.window is None else layout.window - 1
         return compat.varlen_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.max_q, layout.max_k, (window_left, 0))
-    return block_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.window, True)[0]
+    out: Tensor = block_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.window, True)[0]
+    return out
 
 
 def part_attention(
@@ -121,7 +123,8 @@ def part_attention(
     cu_seqs = layout.cu_seq_q, layout.cu_seq_k
     if has_flash_kernel(q_NHC.device, q_NHC.dtype):
         return compat.flash_attention(q_NHC, k_MKC, v_MKC, *cu_seqs, layout.max_q, layout.max_k, causal)
-    return _block_attention_part(q_NHC, k_MKC, v_MKC, *cu_seqs, None, causal)
+    part: tuple[Tensor, Tensor] = _block_attention_part(q_NHC, k_MKC, v_MKC, *cu_seqs, None, causal)
+    return part
 
 
 def part_attention_backward(
@@ -139,7 +142,8 @@ def part_attention_backward(
     tensors = grad_NHC, q_NHC, k_MKC, v_MKC, out_NHC, log_sum_HN, layout.cu_seq_q, layout.cu_seq_k
     if has_flash_kernel(q_NHC.device, q_NHC.dtype):
         return compat.flash_attention_backward(*tensors, layout.max_q, layout.max_k, causal)
-    return _block_attention_backward(*tensors, None, causal)
+    gradients: tuple[Tensor, Tensor, Tensor] = _block_attention_backward(*tensors, None, causal)
+    return gradients
 
 
 class _Tokens(NamedTuple):
@@ -325,7 +329,9 @@ _block_attention_part = torch.library.custom_op("glm46::block_attention_part", _
 
 
 @block_attention.register_fake
-def _(q_NHC, k_MKC, v_MKC, cu_seq_q, cu_seq_k, window, causal):
+def _(
+    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q_NHC.dtype, torch.float32)
     return torch.empty_like(q_NHC), q_NHC.new_empty(q_NHC.shape[1], q_NHC.shape[0], dtype=dtype)
 
@@ -365,16 +371,32 @@ def _block_attention_backward(
 
 
 @_block_attention_backward.register_fake
-def _(grad_NHC, q_NHC, k_MKC, v_MKC, out_NHC, log_sum_HN, cu_seq_q, cu_seq_k, window, causal):
+def _(
+    grad_NHC: Tensor,
+    q_NHC: Tensor,
+    k_MKC: Tensor,
+    v_MKC: Tensor,
+    out_NHC: Tensor,
+    log_sum_HN: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    window: int | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_NHC), torch.empty_like(k_MKC), torch.empty_like(v_MKC)
 
 
-def _save(ctx, inputs, output) -> None:
+class _AttentionContext(FunctionContext, Protocol):
+    window: int | None
+    causal: bool
+
+
+def _save(ctx: _AttentionContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seq_q, cu_seq_k, ctx.window, ctx.causal = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seq_q, cu_seq_k)
 
 
-def _gradients(ctx, grad_NHC: Tensor, _):
+def _gradients(ctx: _AttentionContext, grad_NHC: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     gradients = _block_attention_backward(grad_NHC.contiguous(), *ctx.saved_tensors, ctx.window, ctx.causal)
     return *gradients, None, None, None, None
 

@@ -6,13 +6,14 @@ the softmax of a chunk's logits, and overwrite it with the gradient of the logit
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.run.sizes import loss_chunk_tokens
 
 IGNORE = -100
@@ -183,7 +184,15 @@ class _SummedLoss(torch.autograd.Function):
     """Computes both gradients in forward, so that logits are neither kept nor recomputed."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels_T1, is_counted_T1, part: VocabularyPart | None, chunk_tokens: int):
+    def forward(
+        ctx: FunctionContext,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T1: Tensor,
+        is_counted_T1: Tensor,
+        part: VocabularyPart | None,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
         loss = hidden_TD.new_zeros((), dtype=torch.float32)
         predictions_T1 = torch.empty_like(labels_T1)
         gradients = _Gradients(hidden_TD, weight_VD, labels_T1, ctx.needs_input_grad)
@@ -203,7 +212,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss: Tensor, _):
+    def backward(ctx: FunctionContext, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient keeps its dtype: a 0-dim FP32 factor does not promote.
         return *(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), None, None, None, None
 
@@ -218,12 +227,23 @@ class _LogprobOptions(NamedTuple):
     with_entropy: bool
 
 
+class _LogprobContext(FunctionContext, Protocol):
+    options: _LogprobOptions
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Recomputes the logits in backward, because the gradient factor of each token is known only then. Saves the inputs
     and a few numbers per token."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels, kept_TK, options: _LogprobOptions):
+    def forward(
+        ctx: _LogprobContext,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels: Tensor,
+        kept_TK: Tensor | None,
+        options: _LogprobOptions,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         part = options.part
         labels_T1 = labels.view(-1, 1)
         # In the shape of the labels, not a view: FSDP puts hooks on the outputs of the model and warns about views.
@@ -252,9 +272,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _):
+    def backward(
+        ctx: _LogprobContext, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, labels_T1, kept_TK, shares, entropies = ctx.saved_tensors
-        options: _LogprobOptions = ctx.options
+        options = ctx.options
         is_target = labels_T1 != IGNORE
         # The logits carry the factor `scale`; its derivative goes into the factors per token.
         logprob_factor, entropy_factor = (

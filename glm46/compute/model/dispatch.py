@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm46.compat import FunctionContext
 from glm46.compute.model.router import Routing
 
 Sent = TypeVar("Sent")
@@ -70,27 +71,31 @@ class Copy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
         ctx.save_for_backward(place, first_R)
         return x.index_select(0, row_N)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _sum_copies(grad, *ctx.saved_tensors), None, None, None
+
+
+class _SumContext(FunctionContext, Protocol):
+    row_N: Tensor
 
 
 class Sum(torch.autograd.Function):
     """Transpose of `Copy`: row r of the result is the sum of the rows at its places."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
+    def forward(ctx: _SumContext, y: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
         # Not `save_for_backward`: a recomputation stops at the last saved tensor, which is then before the exchange
         # with other ranks. The cost is one index per assignment kept under activation checkpointing.
         ctx.row_N = row_N
         return _sum_copies(y, place, first_R)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: _SumContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.index_select(0, ctx.row_N), None, None, None
 
 
@@ -124,17 +129,19 @@ class Copies(NamedTuple):
 
     def copy_rows(self, x: Tensor) -> Tensor:
         """Copy each row to its places."""
-        return Copy.apply(x, *self)
+        rows: Tensor = Copy.apply(x, *self)
+        return rows
 
     def sum_rows(self, y: Tensor) -> Tensor:
         """Sum the places of each row."""
-        return Sum.apply(y, *self)
+        sums: Tensor = Sum.apply(y, *self)
+        return sums
 
 
 class LocalDispatcher:
     """A `TokenDispatcher` for ranks that hold all experts: one stable sort, no communication."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.multiple = 1
 
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[ArrivedRows, Copies]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.model.dispatch import ArrivedRows, ChunkSchedule
 from glm46.compute.model.layers import local_weight
 from glm46.config.model import ModelShape
@@ -52,12 +53,12 @@ def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0], x.shape[1], y.shape[1])
 
 
-def _save_for_backward(ctx, inputs, output):
+def _save_for_backward(ctx: FunctionContext, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     x, weight, offsets = inputs
     ctx.save_for_backward(x, weight, offsets)
 
 
-def _grouped_mm_backward(ctx, grad):
+def _grouped_mm_backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
     grad = grad.contiguous()  # grouped_mm rejects the strides of an expanded gradient
     grad_x = grouped_mm(grad, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
@@ -76,13 +77,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor, weights_N: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, gate_up: Tensor, weights_N: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, weights_N)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up).mul_(weights_N.unsqueeze(-1))
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights_N = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
@@ -105,7 +106,8 @@ def weighted_swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # see `swiglu`
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) * up * weights_N.unsqueeze(-1)).to(gate_up.dtype)
-    return _WeightedSwiGLU.apply(gate_up, weights_N)
+    product: Tensor = _WeightedSwiGLU.apply(gate_up, weights_N)
+    return product
 
 
 class Experts(nn.Module):
@@ -160,4 +162,5 @@ class Experts(nn.Module):
 
         The only product of `project` with a weight. To compute it differently, set this attribute on a module.
         """
-        return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
+        y_NO: Tensor = grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
+        return y_NO

@@ -197,5 +197,13 @@ def choose_keys(
 
 
 @choose_keys.register_fake
-def _(q_NGJ, k_TJ, weights_NG, first_N, end_N, queries_per_row, top_k):
+def _(
+    q_NGJ: Tensor,
+    k_TJ: Tensor,
+    weights_NG: Tensor,
+    first_N: Tensor,
+    end_N: Tensor,
+    queries_per_row: int,
+    top_k: int,
+) -> Tensor:
     return q_NGJ.new_empty(len(q_NGJ), top_k, dtype=torch.int32)

@@ -61,7 +61,8 @@ class LatentAttention(nn.Module):
         B, S, _ = x.shape
         q = self.rotated_queries(self.q_a_layernorm(self.q_a_proj(x)), rope)
         out = self.core(q, self.rows(x, rope), self.expand, layout)
-        return self.o_proj(out.reshape(B, S, -1))
+        y: Tensor = self.o_proj(out.reshape(B, S, -1))
+        return y
 
     def rotated_queries(self, query_latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the queries of this rank's heads, [B, S, H, C], from their latent [B, S, Q] after its norm."""
@@ -81,7 +82,8 @@ class LatentAttention(nn.Module):
             weight = self.kv_b_proj(torch.eye(self.rank, dtype=like.dtype, device=like.device)).t()
         else:
             weight = local_weight(self.kv_b_proj.weight)
-        return weight.reshape(-1, self.key_part + self.head_dim, self.rank)
+        by_head: Tensor = weight.reshape(-1, self.key_part + self.head_dim, self.rank)
+        return by_head
 
     def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values of this rank's heads, an `Expand`; all heads share the rotated part of a key."""

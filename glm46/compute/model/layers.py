@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from glm46.compat import FunctionContext
+
 
 def local_weight(weight: Tensor) -> Tensor:
     """Return this rank's part of a weight as a plain tensor, with gradient; a weight that is not a DTensor unchanged.
@@ -44,12 +46,12 @@ class _SwiGLU(torch.autograd.Function):
     """``silu(gate) * up`` that saves its two inputs only and recomputes silu(gate) in backward."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         grad_up = F.silu(gate).mul_(grad)
         return torch.ops.aten.silu_backward(grad * up, gate), grad_up
@@ -61,7 +63,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         # The compiler recomputes silu by itself. For a Function that modifies its result in place, torch 2.11 compiles
         # wrong gradients, without an error.
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up)
+    product: Tensor = _SwiGLU.apply(gate, up)
+    return product
 
 
 class RMSNorm(nn.Module):
@@ -95,4 +98,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return y

@@ -1,5 +1,7 @@
 """Mixture-of-experts layer: routed experts plus a shared expert that every token uses."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from glm46.compute.model.dispatch import LocalDispatcher, TokenDispatcher
@@ -19,7 +21,7 @@ class MoE(nn.Module):
         self.experts = Experts(shape)
         shared_width = shape.moe_intermediate_size * shape.n_shared_experts
         self.shared_experts = FeedForward(shape.hidden_size, shared_width) if shape.n_shared_experts else None
-        self.dispatcher: TokenDispatcher = LocalDispatcher()
+        self.dispatcher: TokenDispatcher[Any, Any, Any] = LocalDispatcher()
 
     def forward(
         self, x: Tensor, is_real: Tensor | None, options: RoutingOptions, routes: Tensor | None = None

@@ -118,7 +118,7 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
     base_dtype = base_dtype_of(scales)
     columns = format_of(scales).columns
     if base_dtype == "float8":
-        blocks = weight.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, columns))
+        blocks: Tensor = weight.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, columns))
         return blocks.mul_(scales.view(torch.float32).unsqueeze(-1)).flatten(-2)
     if _one_kernel is not None and weight.is_cuda:  # a CPU is faster with the table of values
         return in_one_kernel(weight, scales, dtype)

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from glm46.compat import FunctionContext
 from glm46.config.model import ModelShape, RopeScalingConfig
 
 
@@ -72,12 +73,12 @@ class _Rotate(torch.autograd.Function):
     """Rotation by an angle. Backward rotates the gradient back, so only the tables are saved."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return _rotated(grad, cos, sin, -1.0), None, None
 
@@ -97,7 +98,8 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the leading part of each head of `x` [B, S, heads, C]; the rest is unchanged."""
     if not torch.is_grad_enabled():  # starting a Function takes as long as rotating a few tokens
         return _rotated(x, *tables, 1.0)
-    return _Rotate.apply(x, *tables)
+    rotated: Tensor = _Rotate.apply(x, *tables)
+    return rotated
 
 
 def rotate_pairs(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.model.layers import local_weight
 from glm46.compute.model.routes import replay, route_type
 from glm46.config.model import ModelShape
@@ -82,12 +83,12 @@ class _BF16Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x_TD: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight)
         return compat.mm_in_fp32(x_TD, weight.t())
 
     @staticmethod
-    def backward(ctx, grad_TE: Tensor):
+    def backward(ctx: FunctionContext, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight = ctx.saved_tensors
         high_TE = grad_TE.to(x_TD.dtype)
         low_TE = (grad_TE - high_TE).to(x_TD.dtype)
@@ -101,7 +102,8 @@ class _BF16Linear(torch.autograd.Function):
 def fp32_linear(x_TD: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weight.T`` in FP32, whatever the dtype of both."""
     if x_TD.dtype == weight.dtype == torch.bfloat16:
-        return _BF16Linear.apply(x_TD, weight)
+        scores: Tensor = _BF16Linear.apply(x_TD, weight)
+        return scores
     return F.linear(x_TD.float(), weight.float())
 
 

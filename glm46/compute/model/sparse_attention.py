@@ -6,11 +6,12 @@ keys, H heads, K chosen keys of a query, L = kv_lora_rank, W = width of the row 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from glm46.compat import FunctionContext
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.index_loss import AttentionInputs, HeadShare, index_loss
 from glm46.compute.model.indexer import Indexer, IndexTensors, choose_keys, key_spans
@@ -232,7 +233,7 @@ def chosen_attention(
 
 
 @chosen_attention.register_fake
-def _(q_NHW, rows_TW, chosen_NK, value_width, scale):
+def _(q_NHW: Tensor, rows_TW: Tensor, chosen_NK: Tensor, value_width: int, scale: float) -> tuple[Tensor, Tensor]:
     N, H, _ = q_NHW.shape
     return q_NHW.new_empty(N, H, value_width), q_NHW.new_empty(
         N, H, dtype=torch.promote_types(q_NHW.dtype, torch.float32)
@@ -271,16 +272,28 @@ def _chosen_attention_backward(
 
 
 @_chosen_attention_backward.register_fake
-def _(grad_NHL, q_NHW, rows_TW, chosen_NK, out_NHL, log_sum_NH, scale):
+def _(
+    grad_NHL: Tensor,
+    q_NHW: Tensor,
+    rows_TW: Tensor,
+    chosen_NK: Tensor,
+    out_NHL: Tensor,
+    log_sum_NH: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q_NHW), torch.empty_like(rows_TW)
 
 
-def _save(ctx, inputs, output) -> None:
+class _AttentionContext(FunctionContext, Protocol):
+    scale: float
+
+
+def _save(ctx: _AttentionContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q_NHW, rows_TW, chosen_NK, _, ctx.scale = inputs
     ctx.save_for_backward(q_NHW, rows_TW, chosen_NK, *output)
 
 
-def _gradients(ctx, grad_NHL: Tensor, _):
+def _gradients(ctx: _AttentionContext, grad_NHL: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_q, grad_rows = _chosen_attention_backward(grad_NHL.contiguous(), *ctx.saved_tensors, ctx.scale)
     return grad_q, grad_rows, None, None, None
 

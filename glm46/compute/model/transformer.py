@@ -255,7 +255,8 @@ class Transformer(nn.Module):
             return LossSums(None, no_losses, *self._sums(statistics, index_losses, hidden), predictions, values=values)
         if labels is None:
             assert self.lm_head is not None, "the last part has one of the two heads"
-            return self.lm_head(hidden)
+            logits: Tensor = self.lm_head(hidden)
+            return logits
         restriction: dict[str, Any] = {} if kept is None else {"kept": kept}
         form = partial(form, **restriction)
         return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, index_losses, context)
@@ -273,7 +274,7 @@ class Transformer(nn.Module):
         mtp_labels: Tensor | None,
         statistics: list[RoutingStatistics],
         index_losses: Tensor | None,
-        context: tuple,
+        context: tuple[object, ...],
     ) -> LossSums:
         """Apply the head, and the prediction depths if there are embeddings. ``context``: further arguments of a
         layer."""

@@ -8,7 +8,7 @@ meshes share one fused kernel. The saved states are DTensors like the parameters
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class AdamW:
             self._make_entry(name, parameter, part, dtype)
             for (name, parameter), part in zip(parameters, parts, strict=True)
         ]
-        self.param_groups: list[dict] = []
-        self._items: list[tuple[dict, list[_Entry]]] = []
+        self.param_groups: list[dict[str, Any]] = []
+        self._items: list[tuple[dict[str, Any], list[_Entry]]] = []
         for decay in (True, False):
             members = [entry for entry, is_decayed in zip(entries, decays, strict=True) if is_decayed == decay]
             group = {
@@ -159,7 +159,7 @@ class AdamW:
         for group in self.param_groups:
             group["updates"] += 1
 
-    def _update_by_torch(self, due: list[_Due], group: dict) -> None:
+    def _update_by_torch(self, due: list[_Due], group: dict[str, Any]) -> None:
         """Update FP32 parameters with FP32 states by torch's fused kernel."""
         averages = []
         squares = []
@@ -185,7 +185,7 @@ class AdamW:
             maximize=False,
         )
 
-    def _update_entry(self, entry: _Entry, gradient: Tensor, moments: _Moments, group: dict) -> None:
+    def _update_entry(self, entry: _Entry, gradient: Tensor, moments: _Moments, group: dict[str, Any]) -> None:
         """Update a parameter and its moments, some rows at a time."""
         assert entry.numbers is not None
         entry.step.add_(1)
@@ -202,7 +202,7 @@ class AdamW:
         moments: _Moments,
         numbers: EntryNumbers,
         step: int,
-        group: dict,
+        group: dict[str, Any],
     ) -> None:
         """Update entry-wise in FP32. Source: Loshchilov and Hutter (arXiv 1711.05101), algorithm 2."""
         config = self._config

@@ -6,7 +6,7 @@ rounding to nearest would undo a decay that is smaller than half the distance be
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -58,7 +58,7 @@ class Quantized:
     scales: Tensor
     signed: bool
 
-    def __getitem__(self, select) -> "Quantized":
+    def __getitem__(self, select: slice | tuple[slice, ...]) -> "Quantized":
         """Select a part along leading dimensions, as a view."""
         return Quantized(self.codes[select], self.scales[select], self.signed)
 
@@ -144,7 +144,7 @@ def _column_ranks(parameter: Tensor) -> int:
     return math.prod(size for size, placement in mesh_sizes if is_sharding(placement) and placement.dim == last)
 
 
-def local_state(tensors: dict[str, Tensor], signed: bool, view=local_tensor) -> State:
+def local_state(tensors: dict[str, Tensor], signed: bool, view: Callable[[Tensor], Tensor] = local_tensor) -> State:
     """Return this rank's part of the tensors of ``make_state``; ``view`` takes it from each tensor, sharing memory."""
     if "" in tensors:
         return view(tensors[""])

@@ -5,6 +5,7 @@ This file creates options, states, groups and the plan, once. `compute/optim/muo
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable,
+        params: Iterable[Any],
         lr: float = 2.5e-4,
         *,
         momentum: float = 0.95,
@@ -99,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         self._prepare(state_dtype, state_offload, device)
         self._is_ready = True
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise after construction, because the plan is made once."""
         if self._is_ready:
             raise NotImplementedError("Muon: pass all parameter groups at construction")
@@ -126,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             group["updates"] += 1
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise, because torch would replace the live states and cast them; copy into the tensors of ``state``
         instead."""
         raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")

@@ -16,7 +16,9 @@ from glm46.compute.optim.muon_plan import Bucket, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece
 
 
-def make_groups(rank_sets: Sequence[tuple[int, ...]], existing: Sequence[dist.ProcessGroup]) -> dict:
+def make_groups(
+    rank_sets: Sequence[tuple[int, ...]], existing: Sequence[dist.ProcessGroup]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create a process group for each set of ascending ranks; groups in ``existing`` are reused.
 
     Collective over all ranks, including those that need no group: with NCCL torch splits each group off the
@@ -33,7 +35,7 @@ def make_groups(rank_sets: Sequence[tuple[int, ...]], existing: Sequence[dist.Pr
 class BucketExchange:
     """Exchange of a bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
 
-    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, orthogonalize: Orthogonalizer, device):
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, orthogonalize: Orthogonalizer, device: torch.device):
         self._bucket = bucket
         self._group = group
         self._device = device
@@ -48,7 +50,7 @@ class BucketExchange:
         self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
         self._work: Any = None  # handle of the running exchange
-        self._units_by_shape: dict[tuple, list[Unit]] = {}
+        self._units_by_shape: dict[tuple[int, int], list[Unit]] = {}
         for unit in self._owned:
             self._units_by_shape.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
 
@@ -120,7 +122,7 @@ class BucketExchange:
         for slot, (_, unit) in zip(self._arrivals, self._coming_back, strict=True):
             self._apply(unit, slot.view(self._pieces[unit].parameter.shape[1:]))
         self._pieces = {}
-        self._arrivals = []
+        self._arrivals = ()
         self._work = None
         self._buffers: tuple[Tensor, ...] = ()
 
@@ -128,7 +130,9 @@ class BucketExchange:
         if self._pieces[unit].gradient is not None:
             self._pieces[unit].apply(update.unsqueeze(0))
 
-    def _slots(self, entries: list[tuple[int, Unit]], size: Callable[[int, Unit], int], dtype: torch.dtype):
+    def _slots(
+        self, entries: list[tuple[int, Unit]], size: Callable[[int, Unit], int], dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], Tensor, list[int]]:
         """Allocate a flat buffer; return a slice for each of ``entries``, the buffer, and its elements for each rank of
         the group."""
         sizes = [size(peer, unit) for peer, unit in entries]

@@ -196,7 +196,9 @@ def make_plan(requests: Sequence[PlannedParameter], steps: int, width: int) -> M
     """
     local: list[LocalTask] = []
     sharded_units: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    parts_of_layout: dict[tuple[int, Bounds], tuple] = {}  # equal layers share their layouts
+    parts_of_layout: dict[
+        tuple[int, Bounds], tuple[tuple[Bounds, Bounds] | None, ...]
+    ] = {}  # equal layers share their layouts
     for index, request in enumerate(requests):
         layout = request.layout
         columns = request.layout.shape[2]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class MuonStep:
 
     def __init__(
         self,
-        entries: Sequence[tuple[dict, int]],
+        entries: Sequence[tuple[dict[str, Any], int]],
         requests: Sequence[PlannedParameter],
         plan: MuonPlan,
         orthogonalizer: Orthogonalizer,
@@ -118,7 +119,7 @@ class MuonStep:
         if exchanges:
             self._actions.append(exchanges[-1].finish)
 
-    def _add(self, action: Callable, subject: object, slices: Iterable[Slice]) -> None:
+    def _add(self, action: Callable[[Any], None], subject: object, slices: Iterable[Slice]) -> None:
         """Append an action that takes the next momenta, the ones of ``slices``."""
         self._actions.append(partial(action, subject))
         self._slices_of_items.append(list(slices))
@@ -181,7 +182,7 @@ def stack_tasks(
 ) -> list[list[LocalTask]]:
     """Group tasks of equal shape, up to transposition, into chunks whose iteration fits the workspace; ``devices``:
     one per parameter."""
-    tasks_by_shape: dict[tuple, list[LocalTask]] = defaultdict(list)
+    tasks_by_shape: dict[tuple[int, int, torch.device], list[LocalTask]] = defaultdict(list)
     for task in tasks:
         short = min(task.row_count, task.columns)
         long = max(task.row_count, task.columns)

@@ -9,6 +9,7 @@ Letters: N matrices, R rows, C columns; S and L are the shorter and the longer o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Piece:
     None for FP32.
     """
 
-    group: dict
+    group: dict[str, Any]
     parameter: Tensor
     gradient: Tensor | None
     momentum: Tensor | Quantized

@@ -30,7 +30,7 @@ def normalize(x_NSL: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide each matrix by its Frobenius norm (FP32 or better); a new tensor of ``dtype``."""
     # fp32: a norm rounded to bf16 would shift all singular values by up to half a percent.
     wide = torch.promote_types(x_NSL.dtype, torch.float32)
-    norm_N11 = torch.linalg.vector_norm(x_NSL, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min_(LEAST_NORM)
+    norm_N11: Tensor = torch.linalg.vector_norm(x_NSL, dim=(-2, -1), keepdim=True, dtype=wide).clamp_min_(LEAST_NORM)
     return (x_NSL / norm_N11).to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def make_pair(
         place = StateFile(Path(config.state_offload_folder))
     else:
         place = config.state_offload
-    groups: dict[object, dict] = {}
+    groups: dict[object, dict[str, Any]] = {}
     for (name, parameter), role in zip(named_parameters, roles, strict=True):
         if role.optimizer == "muon":
             blocks: tuple[int, ...] | None = None  # one matrix

@@ -84,7 +84,12 @@ def apply(
 
 
 def _in_host_memory(
-    copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: object
+    copies: HostCopies,
+    is_first: bool,
+    stay: set[int],
+    forward: Callable[..., object],
+    contexts: Callable[..., Any],
+    *arguments: object,
 ) -> object:
     """Return the result of a checkpointed ``forward`` whose kept tensors are in host memory, except the arguments at
     the positions in ``stay``."""
@@ -115,7 +120,7 @@ def recomputation_contexts(
     reads_result: bool = False,
     reads_down: bool = False,
     put: Put | None = None,
-) -> tuple[AbstractContextManager, AbstractContextManager]:
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a forward and of its recomputation.
 
     Args:
@@ -137,7 +142,7 @@ def recomputation_contexts(
     return recomputation(skipped, (_Keeping(results), _Recalling(results)))
 
 
-def _changed(change: Callable, results: Any, kind: Any) -> Any:
+def _changed(change: Callable[[Any], object], results: object, kind: Any) -> object:
     """Return the result of an operator, or each of several results, changed if it is of this kind."""
     if isinstance(results, tuple):
         return tuple(_changed(change, result, kind) for result in results)
@@ -164,7 +169,7 @@ class _Keeping(compat.DispatchMode):
         self._saved_results: list[Any] = []
 
     def __torch_dispatch__(
-        self, operator: Any, types: object, arguments: tuple = (), keywords: dict | None = None
+        self, operator: Any, types: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         out = operator(*arguments, **keywords or {})
         if operator in self._results.saved:
@@ -196,7 +201,7 @@ class _Recalling(compat.DispatchMode):
         self._num_products = 0
 
     def __torch_dispatch__(
-        self, operator: Any, types: object, arguments: tuple = (), keywords: dict | None = None
+        self, operator: Any, types: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         if operator in self._results.saved:
             return _changed(lambda kept: kept(), self._results.kept.popleft(), Callable)

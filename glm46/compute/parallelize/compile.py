@@ -1,12 +1,13 @@
 """torch.compile of each layer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from glm46 import compat
+from glm46.compat import uncompiled
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
@@ -15,6 +16,7 @@ from glm46.compute.model.sparse_attention import Choice
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.compiled_code import repair_compiled_code
 
+_Output = TypeVar("_Output")
 _MOST_COMPILATIONS = 32
 """Maximum number of compilations of a layer's forward: dense and with experts, with and without gradients, in training
 and of other shapes in validation and probes, each for one row and for several, with and without shared prefixes."""
@@ -66,7 +68,7 @@ def _compile_experts(experts: Any, *, overlaps: bool) -> None:
         experts.forward = _for_any_number_of_rows(torch.compile(experts.forward))
 
 
-def _for_any_number_of_rows(forward: Callable) -> Callable:
+def _for_any_number_of_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a compiled forward of experts, or of one of their products, with one graph for any number of rows.
 
     By itself `torch.compile` makes code for the first number of rows too: a layer runs by it, and its recomputation by
@@ -74,8 +76,8 @@ def _for_any_number_of_rows(forward: Callable) -> Callable:
     makes new tensors, and for each chunk of rows.
     """
 
-    @torch.compiler.disable
-    def call(*arguments: Tensor | None):
+    @uncompiled
+    def call(*arguments: Tensor | None) -> Tensor:
         for tensor in arguments:
             if tensor is not None and tensor.is_floating_point():  # not the offsets, whose number is fixed
                 compat.let_size_vary(tensor, 0)
@@ -84,11 +86,11 @@ def _for_any_number_of_rows(forward: Callable) -> Callable:
     return call
 
 
-def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:
+def _for_any_layout(forward: Callable[..., _Output], *, sizes_vary: bool) -> Callable[..., _Output]:
     """Return a compiled forward of a layer with one graph for any number of documents and keys, and perhaps of rows and
     tokens."""
 
-    def call(*arguments: object):
+    def call(*arguments: object) -> _Output:
         for argument in arguments:
             if isinstance(argument, AttentionLayout):
                 compat.let_size_vary(argument.cu_seq_q, 0)

@@ -62,7 +62,9 @@ def is_damaged(file: Path) -> bool:
     if len(header) < _ELF_HEADER_BYTES or header[:4] != b"\x7fELF":
         return True
     # e_shoff, e_shentsize and e_shnum of Elf64_Ehdr. Linkers write the table last, at the end of the file.
-    (table_start,) = struct.unpack_from("=Q", header, 0x28)
+    table_start: int = struct.unpack_from("=Q", header, 0x28)[0]
+    entry_bytes: int
+    entries: int
     entry_bytes, entries = struct.unpack_from("=HH", header, 0x3A)
     return table_start == 0 or table_start + entry_bytes * entries > size
 

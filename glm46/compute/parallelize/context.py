@@ -8,10 +8,10 @@ Queries and all other activations stay on their rank.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glm46 import compat
+from glm46.compat import uncompiled
 from glm46.compute.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.attention import Attention
@@ -65,7 +65,7 @@ def take_part(
 def _gather_runs(shard: SequenceShard) -> Callable[[Tensor, KeyExchange], Tensor]:
     """Return a function that makes the keys [1, keys, K, C] of the runs from this rank's part [B, S, K, C]."""
 
-    @torch.compiler.disable
+    @uncompiled
     def gather_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
         x = x.flatten(0, 1)
         if exchange.tokens is None:
@@ -93,13 +93,16 @@ def _gather_keys(shard: SequenceShard) -> GatherKeys:
 def _gathering(core: Callable[..., Tensor], shard: SequenceShard) -> Callable[..., Tensor]:
     gather_runs = _gather_runs(shard)
 
-    @torch.compiler.disable
+    @uncompiled
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
         return ring_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ring, shard.group).view(q.shape)
 
-    def gathering_core(q: Tensor, k: Tensor, v: Tensor | Callable, layout: AttentionLayout | None) -> Tensor:
+    def gathering_core(
+        q: Tensor, k: Tensor, v: Tensor | Callable[..., Tensor], layout: AttentionLayout | None
+    ) -> Tensor:
         assert layout is not None and layout.exchange is not None, "see `take_part`"
         if isinstance(layout.exchange, KeyRing):
+            assert isinstance(v, Tensor), "latent attention has no ring"
             return around_the_ring(q, k, v, layout.exchange)
         if callable(v):  # latent attention: rows are gathered, and expanded after it
             return core(q, gather_runs(k, layout.exchange), v, layout._replace(exchange=None))

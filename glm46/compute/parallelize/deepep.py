@@ -5,13 +5,15 @@ In backward the gradient of what arrived goes back as results do, and the gradie
 """
 
 import functools
+from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compat import FunctionContext, uncompiled
 from glm46.compute.distributed.recomputation import leaves_out, recalled, will_leave_out
 from glm46.compute.model.dispatch import ArrivedRows, Copies
 from glm46.compute.model.router import Routing
@@ -70,9 +72,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _library() -> ModuleType:
-    import deep_ep  # its import compares libraries and looks for nvcc
-
-    return deep_ep
+    return import_module("deep_ep")  # it compares libraries and looks for nvcc
 
 
 class _Sent:
@@ -92,9 +92,9 @@ class _Trip:
 
     def __init__(self, buffer: Any):
         self.buffer = buffer
-        self.sent = recalled(_Sent)
-        self.event = None
-        self.returning: tuple | None = None
+        self.sent: _Sent = recalled(_Sent)
+        self.event: Any = None
+        self.returning: Any = None
         """In backward, the gradients of rows and weights in transit."""
 
     def dispatch(self, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int) -> Tensor:
@@ -114,7 +114,8 @@ class _Trip:
             sent.rows_MD = rows_MD if will_leave_out("first hop") else None
         else:
             rows_MD, *_, self.event = self.buffer.dispatch(x_TD, handle=sent.handle, async_with_compute_stream=True)
-        return rows_MD.detach()
+        sent_MD: Tensor = rows_MD.detach()
+        return sent_MD
 
     def wait(self) -> None:
         """Let kernels wait for what `dispatch` started."""
@@ -124,15 +125,23 @@ class _Trip:
             event.current_stream_wait()
 
 
+class _TripContext(FunctionContext, Protocol):
+    trip: _Trip
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int, trip: _Trip):
+    def forward(
+        ctx: _TripContext, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int, trip: _Trip
+    ) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
         rows_MD = trip.dispatch(x_TD.contiguous(), weights_TA.contiguous(), experts_TA, num_experts)
-        return rows_MD, trip.sent.weights_MA.detach()
+        weights_MA = trip.sent.weights_MA
+        assert weights_MA is not None, "a dispatch has received them"
+        return rows_MD, weights_MA.detach()
 
     @staticmethod
-    def backward(ctx, *_: Tensor):
+    def backward(ctx: _TripContext, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_TD, grad_TA, event = ctx.trip.returning
         ctx.trip.returning = None
         event.current_stream_wait()
@@ -141,13 +150,13 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_MD: Tensor, weights_MA: Tensor, trip: _Trip):
+    def forward(ctx: _TripContext, rows_MD: Tensor, weights_MA: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
         trip.wait()
         return rows_MD.view_as(rows_MD), weights_MA.view_as(weights_MA)
 
     @staticmethod
-    def backward(ctx, grad_MD: Tensor, grad_MA: Tensor):
+    def backward(ctx: _TripContext, grad_MD: Tensor, grad_MA: Tensor) -> tuple[Tensor | None, ...]:
         trip = ctx.trip
         trip.returning = trip.buffer.combine(
             grad_MD.contiguous(), trip.sent.handle, topk_weights=grad_MA.contiguous(), async_with_compute_stream=True
@@ -157,14 +166,15 @@ class _Finish(torch.autograd.Function):
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_MD: Tensor, trip: _Trip, tokens: int) -> Tensor:
+    def forward(ctx: _TripContext, y_MD: Tensor, trip: _Trip, tokens: int) -> Tensor:
         ctx.trip = trip
         if leaves_out("back"):
             return y_MD.new_empty(tokens, y_MD.shape[1])
-        return trip.buffer.combine(y_MD.contiguous(), trip.sent.handle)[0]
+        sums_TD: Tensor = trip.buffer.combine(y_MD.contiguous(), trip.sent.handle)[0]
+        return sums_TD
 
     @staticmethod
-    def backward(ctx, grad_TD: Tensor):
+    def backward(ctx: _TripContext, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.trip.buffer.dispatch(grad_TD.contiguous(), handle=ctx.trip.sent.handle)[0], None, None
 
 
@@ -192,7 +202,7 @@ class DeepEPDispatcher:
         self._buffer = buffer
         self.multiple = 1
 
-    @torch.compiler.disable
+    @uncompiled
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> _SentRows:
         """See `TokenDispatcher.start`. Collective."""
         trip = _Trip(self._buffer)
@@ -205,12 +215,13 @@ class DeepEPDispatcher:
         rows_MD, weights_MA = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, trip)
         return _SentRows(rows_MD, weights_MA, trip, num_experts // self._ranks, len(x_TD))
 
-    @torch.compiler.disable
+    @uncompiled
     def arrived(self, sent: _SentRows) -> tuple[ArrivedRows, _WayBack, None]:
         """See `TokenDispatcher.arrived`."""
         trip = sent.trip
         x_MD, weights_MA = _Finish.apply(sent.rows_MD, sent.weights_MA, trip)
         experts_MA = trip.sent.experts_MA
+        assert experts_MA is not None, "a dispatch has received them"
         total = sum(trip.sent.handle.num_recv_tokens_per_expert_list)
         # One part: the rows have arrived in the order of their ranks.
         places = place_at_experts(
@@ -219,7 +230,8 @@ class DeepEPDispatcher:
         rows, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
         return rows, _WayBack(copies, trip, sent.tokens), None
 
-    @torch.compiler.disable
+    @uncompiled
     def combine(self, results: Tensor, way: _WayBack) -> Tensor:
         """See `TokenDispatcher.combine`. Collective."""
-        return _Back.apply(way.copies.sum_rows(results), way.trip, way.tokens)
+        sums_TD: Tensor = _Back.apply(way.copies.sum_rows(results), way.trip, way.tokens)
+        return sums_TD

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compat import uncompiled
 from glm46.compute.distributed.collectives import Exchange, exchange_rows
 from glm46.compute.distributed.recomputation import recalled
 from glm46.compute.model.dispatch import (
@@ -97,7 +98,7 @@ Planned = TypeVar("Planned", bound=_HasCounts)
 """Routing of a chunk, before the ranks know each other's sizes."""
 Sizes = TypeVar("Sizes")
 """Numbers of rows of a chunk, known on the host."""
-SentChunk = TypeVar("SentChunk", bound=tuple)
+SentChunk = TypeVar("SentChunk", bound=tuple[object, ...])
 """A chunk on its way to the experts: a named tuple."""
 
 
@@ -122,7 +123,7 @@ class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
         self.multiple = 1  # of rows of an expert; `float8` sets it
 
     # Not compiled, like all that exchanges: sizes are read on the host, and an `Exchange` keeps what is in transit.
-    @torch.compiler.disable
+    @uncompiled
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> tuple[SentChunk, ...]:
         """See `TokenDispatcher.start`. Collective."""
         halves = zip(self._split(routing.weights), self._split(routing.experts), strict=True)
@@ -135,7 +136,7 @@ class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
         chunks = zip(self._split(x_TD), routings, plans, received_RCX.unbind(1), sizes, strict=True)
         return tuple(self.send(*chunk) for chunk in chunks)
 
-    @torch.compiler.disable
+    @uncompiled
     def arrived(self, sent: tuple[SentChunk, ...]) -> tuple[ArrivedRows, ReturnPath, "TwoChunks | None"]:
         """See `TokenDispatcher.arrived`. Collective.
 
@@ -145,7 +146,7 @@ class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
         rows, first = self.arrive(self.pass_on(sent[0]))
         return rows, first, TwoChunks(self, first, sent[1]) if len(sent) > 1 else None
 
-    @torch.compiler.disable
+    @uncompiled
     def combine(self, results: Tensor | tuple[ReturningChunk, ...], way: ReturnPath) -> Tensor:
         """See `TokenDispatcher.combine`. Collective."""
         if isinstance(results, Tensor):
@@ -156,7 +157,8 @@ class ExchangeDispatcher(ABC, Generic[Planned, Sizes, SentChunk]):
         if self.chunks == 1:
             return (rows,)
         half = len(rows) // 2
-        return rows.split((len(rows) - half, half))  # the first is longer by a row if their number is odd
+        halves: tuple[Tensor, ...] = rows.split((len(rows) - half, half))  # the first is longer by a row if odd
+        return halves
 
     def _exchange_counts(self, counts_RCX: Tensor) -> tuple[Tensor, list[Sizes]]:
         one_row_each = [1] * self._ranks
@@ -214,7 +216,7 @@ class TwoChunks(NamedTuple):
 
     dispatcher: ExchangeDispatcher[Any, Any, Any]
     first_path: ReturnPath
-    second_sent: tuple
+    second_sent: tuple[object, ...]
 
     def compute(self, experts: ExpertProducts, rows: ArrivedRows) -> tuple[ReturningChunk, ReturningChunk]:
         """See `ChunkSchedule.compute`. Collective.

@@ -128,7 +128,7 @@ def _linear_product(recipe: _Recipe) -> LinearProduct:
     config = recipe.config
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = multiply.apply(x, weight.t(), products, config)
+        y: Tensor = multiply.apply(x, weight.t(), products, config)
         return y if bias is None else y + bias
 
     return product

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.compute.model.layers import local_weight
 from glm46.compute.model.transformer import Transformer
@@ -33,7 +34,8 @@ def experts_product(float8: Float8Config) -> GroupedProduct:
         if float8.emulate:
             return multiply(x_NI, weight_EOI, offsets, *forms)
         if len(x_NI) == 0:  # the kernels refuse the strides of no rows, in backward
-            return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
+            y_NO: Tensor = grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
+            return y_NO
         if compat.gradients_of_empty_groups_are_undefined(x_NI.device):
             weight_EOI = _NoGradientOfEmptyGroups.apply(weight_EOI, offsets)
         return multiply(x_NI, weight_EOI, offsets, *forms)
@@ -45,12 +47,12 @@ class _NoGradientOfEmptyGroups(torch.autograd.Function):
     """The weight itself; backward writes zeros to the gradients of experts without rows."""
 
     @staticmethod
-    def forward(ctx, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(offsets)
         return weight_EOI.view_as(weight_EOI)
 
     @staticmethod
-    def backward(ctx, grad_EOI: Tensor):
+    def backward(ctx: FunctionContext, grad_EOI: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
         return grad_EOI.masked_fill(compat.empty_groups(offsets), 0.0), None
 
@@ -69,13 +71,18 @@ class GroupedKernels(Protocol):
         """Return the weight gradient [E, O, I]; both operands are rounded along the rows of a group."""
 
 
+class _ProductContext(FunctionContext, Protocol):
+    kernels: GroupedKernels
+    has_forms: bool
+
+
 class _GroupedProduct(torch.autograd.Function):
     """`Experts.product` with kernels that round. Gradients of expanded tensors are made contiguous: kernels reject
     their strides."""
 
     @staticmethod
     def forward(
-        ctx, kernels: GroupedKernels, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, *forms: Tensor
+        ctx: _ProductContext, kernels: GroupedKernels, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, *forms: Tensor
     ) -> Tensor:
         ctx.kernels = kernels
         half = len(forms) // 2  # kept forms: those for forward, then those for backward
@@ -84,7 +91,7 @@ class _GroupedProduct(torch.autograd.Function):
         return kernels.multiply(x_NI, forms[:half] or kernels.forms(weight_EOI, for_backward=False), offsets)
 
     @staticmethod
-    def backward(ctx, grad_NO: Tensor):
+    def backward(ctx: _ProductContext, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, offsets, *saved = ctx.saved_tensors  # and the forms for backward, or the weight
         kernels = ctx.kernels
         grad_NO = grad_NO.contiguous()
@@ -114,12 +121,14 @@ class Emulated:
 
     def multiply(self, x_NI: Tensor, forms: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
         """See `GroupedKernels.multiply`."""
-        return grouped_mm(_rounded(x_NI, -1, self._block), forms[0], offsets)
+        y_NO: Tensor = grouped_mm(_rounded(x_NI, -1, self._block), forms[0], offsets)
+        return y_NO
 
     def outer(self, grad_NO: Tensor, x_NI: Tensor, offsets: Tensor) -> Tensor:
         """See `GroupedKernels.outer`."""
         columns = (_rounded_in_groups(x, offsets, self._block) for x in (grad_NO, x_NI))
-        return grouped_outer(*columns, offsets)
+        grad_EOI: Tensor = grouped_outer(*columns, offsets)
+        return grad_EOI
 
 
 def experts_kernels(float8: Float8Config) -> GroupedKernels | None:
@@ -153,7 +162,7 @@ class RoundedExperts:
 
     def _rounding(self, experts: Experts, kernels: GroupedKernels) -> Callable[..., None]:
         @torch.no_grad()
-        def hook(_module: nn.Module, _inputs: tuple) -> None:
+        def hook(_module: nn.Module, _inputs: tuple[object, ...]) -> None:
             if self._is_kept and not experts.forms:
                 for name in ("gate_up", "down"):
                     weight = local_weight(getattr(experts, name))
@@ -200,7 +209,8 @@ def scale_to_fp8(amax: Tensor, *, is_power_of_2: bool = False) -> Tensor:
     # Imported here: only FP8 runs need it.
     from torchao.float8.float8_utils import amax_to_scale
 
-    return amax_to_scale(amax, E4M3, round_scales_to_power_of_2=is_power_of_2)
+    scale: Tensor = amax_to_scale(amax, E4M3, round_scales_to_power_of_2=is_power_of_2)
+    return scale
 
 
 def _round(x: Tensor, scale: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ The loss is computed on the last stage; auxiliary losses enter backward on the s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from glm46.compat import FunctionContext
 from glm46.compute.model.attention_layout import AttentionLayout
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
 from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, detached
@@ -26,6 +27,13 @@ Arguments = dict[str, Any]
 """Arguments of `Transformer.forward` that differ by micro-batch, all tensors except the ``layout``; and fields."""
 Fields = Mapping[str, Tensor]
 """Fields of a micro-batch that an objective reads: this rank's part of the sequences, on its device."""
+
+
+class _Schedule(Protocol):
+    """A schedule of `torch.distributed.pipelining`, whose classes have no common public type."""
+
+    def step(self, *inputs: Tensor, target: Tensor, return_outputs: bool, **arguments: object) -> object:
+        """Run the forward and the backward of all micro-batches of a step."""
 
 
 class LocalStage:
@@ -47,7 +55,7 @@ class Pipeline:
         self._group = group
         self._recomputes = plan.config.activation_checkpoint.mode != "none"
         self._hidden_type = getattr(torch, training.mixed_precision_param)
-        self._schedule: tuple[tuple, Any] | None = None
+        self._schedule: tuple[tuple[int, ...], _Schedule] | None = None
         self.stages: list[LocalStage] = []
         split = split_layers(plan.unrolled(plan.shape), self._parallelism.stages, training.seq_len)
         for index in stages_of_rank(self._parallelism, dist.get_rank(group)):
@@ -134,14 +142,14 @@ class Pipeline:
             return (hidden,)
         return hidden, hidden.new_empty(rows, batch["mtp_input_ids"].shape[1], *size)
 
-    def _schedule_for(self, micro_batches: int, batch: Arguments):
+    def _schedule_for(self, micro_batches: int, batch: Arguments) -> _Schedule:
         """Return the schedule for this many micro-batches of this shape; rebuilt only if a batch ramp changes them."""
         key = (micro_batches, *batch["input_ids"].shape)
         if self._schedule is None or self._schedule[0] != key:
             stages = [self._pipeline_stage(stage, batch) for stage in self.stages]
             name = self._parallelism.pipeline_parallel_schedule
             takes_one_stage = PIPELINE_SCHEDULES[name].has_one_stage
-            schedule = get_schedule_class(name)(
+            schedule: _Schedule = get_schedule_class(name)(
                 stages[0] if takes_one_stage else stages,
                 n_microbatches=micro_batches,
                 loss_fn=lambda objective, _: objective,  # the last stage returns it, see `_finish_training`
@@ -175,16 +183,16 @@ class Pipeline:
 
 def _adapted(
     stage: LocalStage,
-    forward: Callable,
+    forward: Callable[..., Any],
     arguments: dict[str, Any],
-    finish: Callable,
+    finish: Callable[[LossSums | StageOutput, Fields], Tensor | tuple[Tensor, ...]],
     fields: Sequence[str],
     layouts: Sequence[AttentionLayout | None],
-) -> Callable:
+) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """Return the model's forward as a schedule calls it: tensors in, tensors out. Other results go to
     ``stage.outputs``."""
 
-    def adapted(*received: Tensor, **batch: Tensor):
+    def adapted(*received: Tensor, **batch: Tensor) -> Tensor | tuple[Tensor, ...]:
         inputs = {"input_ids": received[0]} if stage.index == 0 else _stage_inputs(received)
         for_objective = {name: batch.pop(name) for name in fields}
         layout = layouts[len(stage.outputs)]  # every schedule runs the micro-batches of a stage in their order
@@ -197,11 +205,13 @@ def _adapted(
     return adapted
 
 
-def _finish_training(stage: LocalStage, objective: Callable, auxiliary: Callable) -> Callable:
+def _finish_training(
+    stage: LocalStage, objective: Callable[[LossSums, Fields], Tensor], auxiliary: Callable[[Tensor], Tensor]
+) -> Callable[[LossSums | StageOutput, Fields], Tensor | tuple[Tensor, ...]]:
     """Return the function that makes what a schedule takes from the output of a stage: the objective on the last stage,
     the tensors to send on others."""
 
-    def finish(output: LossSums | StageOutput, batch: Fields):
+    def finish(output: LossSums | StageOutput, batch: Fields) -> Tensor | tuple[Tensor, ...]:
         if isinstance(output, LossSums):
             return objective(output, batch)
         hidden = output.hidden
@@ -228,9 +238,9 @@ class _WithLoss(torch.autograd.Function):
     """Returns a copy of `x`. Backward adds a gradient of 1 for `loss`, which no other output depends on."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:  # noqa: ARG004 - autograd's
+    def forward(ctx: FunctionContext, x: Tensor, loss: Tensor) -> Tensor:  # noqa: ARG004 - autograd's
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # noqa: ARG004 - autograd's
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - autograd's
         return grad, grad.new_ones((), dtype=torch.float32)

@@ -5,10 +5,13 @@ attention to all keys is the sum of the results, each weighted by its share of t
 of keys travel with them and are home again after a whole round. Activation checkpointing repeats the round.
 """
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compat import FunctionContext
 from glm46.compute.model.attention_layout import KeyRing, RingPart
 from glm46.compute.model.attention_runs import part_attention, part_attention_backward
 
@@ -24,7 +27,8 @@ def ring_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, ring: KeyRing, g
     Returns:
         [N, H, C].
     """
-    return _RingAttention.apply(q_NHC, torch.stack([k_NKC, v_NKC]), ring, group)
+    out_NHC: Tensor = _RingAttention.apply(q_NHC, torch.stack([k_NKC, v_NKC]), ring, group)
+    return out_NHC
 
 
 class _Passing:
@@ -54,9 +58,14 @@ def _gather_runs(keys_2NKC: Tensor, part: RingPart) -> tuple[Tensor, Tensor]:
     return keys_2NKC[0].index_select(0, part.keys), keys_2NKC[1].index_select(0, part.keys)
 
 
+class _RingContext(FunctionContext, Protocol):
+    ring: KeyRing
+    group: dist.ProcessGroup
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_NHC: Tensor, keys_2NKC: Tensor, ring: KeyRing, group: dist.ProcessGroup):
+    def forward(ctx: _RingContext, q_NHC: Tensor, keys_2NKC: Tensor, ring: KeyRing, group: dist.ProcessGroup) -> Tensor:
         held = keys_2NKC
         for distance, part in enumerate(ring.parts):
             passing = _Passing(held, group) if distance + 1 < len(ring.parts) else None
@@ -84,7 +93,7 @@ class _RingAttention(torch.autograd.Function):
         return out_NHC
 
     @staticmethod
-    def backward(ctx, grad_NHC: Tensor):
+    def backward(ctx: _RingContext, grad_NHC: Tensor) -> tuple[Tensor | None, ...]:
         q_NHC, held, out_NHC, log_sum_HN = ctx.saved_tensors
         parts = ctx.ring.parts
         wide = log_sum_HN.dtype

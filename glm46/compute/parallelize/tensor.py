@@ -13,7 +13,7 @@ gradient norm see matrices split by rows, as for fewer ranks.
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,18 @@ from glm46 import compat
 from glm46.compute.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks, whole_sequence
 from glm46.compute.distributed.groups import group_of_partition
 from glm46.compute.model.attention import Attention
-from glm46.compute.model.cross_entropy import HeadForm, VocabularyPart, summed_loss
+from glm46.compute.model.cross_entropy import HeadForm, HeadOutput, VocabularyPart, summed_loss
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.index_loss import HeadShare
 from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, local_weight
 from glm46.compute.model.moe import MoE
-from glm46.compute.model.router import Router
+from glm46.compute.model.router import Router, RoutingOptions
 from glm46.compute.model.sparse_attention import SparseLatentAttention, SparseOutput
 from glm46.compute.model.transformer import OutputHead, Transformer, ValueHead
 from glm46.run.parameters import find_parameter
+
+_Output = TypeVar("_Output")
 
 
 def apply(model: Transformer, mesh: DeviceMesh) -> None:
@@ -50,7 +52,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
             _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | LatentAttention | FeedForward):
             is_sparse = isinstance(module, SparseLatentAttention)
-            on_whole = _choosing_on_whole_sequences if is_sparse else _on_whole_sequences
+            on_whole: Callable[..., Any] = _choosing_on_whole_sequences if is_sparse else _on_whole_sequences
             replaced.forward = on_whole(module.forward, group)
             if is_sparse:
                 # The loss of an indexer needs the attention of all heads, and each rank computes it for other queries:
@@ -90,50 +92,55 @@ def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:  #
 # The following functions take the forward of a module and return its replacement.
 
 
-def _on_whole_sequences(forward, group: dist.ProcessGroup):
-    def on_whole_sequences(x: Tensor, *arguments) -> Tensor:
+def _on_whole_sequences(forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def on_whole_sequences(x: Tensor, *arguments: object) -> Tensor:
         return scatter_sum(forward(gather_sequence(x, group), *arguments), group)
 
     return on_whole_sequences
 
 
-def _choosing_on_whole_sequences(forward, group: dist.ProcessGroup):
+def _choosing_on_whole_sequences(
+    forward: Callable[..., SparseOutput], group: dist.ProcessGroup
+) -> Callable[..., SparseOutput]:
     # Indexers are not split: every rank makes the choice of all tokens, from the same numbers.
-    def on_whole_sequences(x: Tensor, *arguments, **options) -> SparseOutput:
-        output: SparseOutput = forward(gather_sequence(x, group), *arguments, **options)
+    def on_whole_sequences(x: Tensor, *arguments: object, **options: object) -> SparseOutput:
+        output = forward(gather_sequence(x, group), *arguments, **options)
         return output._replace(out=scatter_sum(output.out, group))
 
     return on_whole_sequences
 
 
-def _gathering_head(forward, group: dist.ProcessGroup):
+def _gathering_head(forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     # `gather_sequence` joins dimension 1, here the features of [tokens, features]. Its backward sums the gradients that
     # the queries of each rank give.
     def gather_head(x: Tensor) -> Tensor:
         part = forward(x)
-        return gather_sequence(part.flatten(0, 1), group).unflatten(0, part.shape[:2])
+        whole: Tensor = gather_sequence(part.flatten(0, 1), group).unflatten(0, part.shape[:2])
+        return whole
 
     return gather_head
 
 
-def _with_own_padding(forward, group: dist.ProcessGroup):
+def _with_own_padding(forward: Callable[..., _Output], group: dist.ProcessGroup) -> Callable[..., _Output]:
     rank = dist.get_rank(group)
     ranks = dist.get_world_size(group)
 
     def local_part(whole: Tensor | None) -> Tensor | None:
         return None if whole is None else whole.chunk(ranks, dim=1)[rank]
 
-    def with_own_padding(x: Tensor, is_real: Tensor | None, options, routes: Tensor | None = None):
+    def with_own_padding(
+        x: Tensor, is_real: Tensor | None, options: RoutingOptions, routes: Tensor | None = None
+    ) -> _Output:
         return forward(x, local_part(is_real), options, local_part(routes))
 
     return with_own_padding
 
 
-def _with_whole_output(forward, group: dist.ProcessGroup):
+def _with_whole_output(forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     return lambda x: whole_sequence(forward(x), group)
 
 
-def _sum_also_over(sum_over_others, group: dist.ProcessGroup):
+def _sum_also_over(sum_over_others: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     return lambda x: sum_over_ranks(sum_over_others(x), group)
 
 
@@ -152,7 +159,7 @@ def vocabulary_parallel_lookup(embedding: nn.Embedding, group: dist.ProcessGroup
     return lookup
 
 
-def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Callable:
+def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Callable[..., Tensor | HeadOutput]:
     """Return the forward of a head split by rows. It takes this rank's part of the sequence and labels of the whole
     sequence; see `summed_loss` and `token_logprobs` for its output."""
 
@@ -163,7 +170,7 @@ def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Call
 
     part = VocabularyPart(dist.get_rank(group), dist.get_world_size(group), gather)
 
-    def forward(hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss):
+    def forward(hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss) -> Tensor | HeadOutput:
         whole = gather_sequence(hidden, group)
         weight = local_weight(head.weight)
         if labels is None:
