@@ -8,7 +8,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 from glm46.compute.distributed.environment import forget_other_local_rank, let_memory_segments_grow
@@ -97,7 +97,8 @@ def _run(argv: list[str]) -> int:
     forget_other_local_rank()
     let_memory_segments_grow()
     verb = argv[0].replace("-", "_")
-    return resolve_name(f"glm46.commands.{verb}:{verb}_command")(argv[1:])
+    command: Callable[[Sequence[str]], int] = resolve_name(f"glm46.commands.{verb}:{verb}_command")
+    return command(argv[1:])
 
 
 def _list_of_verbs() -> VerbParser:

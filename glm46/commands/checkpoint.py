@@ -19,7 +19,8 @@ def checkpoint_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(list(argv))
     with local_folder(arguments.folder) as arguments.folder:
-        return arguments.run(arguments)
+        code: int = arguments.run(arguments)
+        return code
 
 
 def _parser() -> VerbParser:

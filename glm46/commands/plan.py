@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
@@ -131,7 +132,7 @@ def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> T
     return TargetCluster(gpu, gpus, *node, shares, arguments.exchange)
 
 
-def _write_numbers(path: Path | None, numbers: Callable[[], dict]) -> None:
+def _write_numbers(path: Path | None, numbers: Callable[[], dict[str, Any]]) -> None:
     if path is None:
         return
     text = json.dumps(numbers(), indent=2) + "\n"

@@ -62,7 +62,7 @@ def _recipe_of(argv: Sequence[str]) -> TextRecipe:
     return recipe.model_copy(update=fetched_keys(hub_keys(recipe)))
 
 
-def read_recipe(file: Path | None, options: dict) -> TextRecipe:
+def read_recipe(file: Path | None, options: dict[str, Any]) -> TextRecipe:
     """Read a recipe from a TOML file; keys of the command line replace those of the file.
 
     Raises:
@@ -75,9 +75,10 @@ def read_recipe(file: Path | None, options: dict) -> TextRecipe:
     except ValidationError as error:
         faults = translate(error, TextRecipe)
     if faults:
-        origins = dict.fromkeys(options, "command line")
-        place = file or "command line"
-        raise UserError(*(f"{origins.get(key_parts(fault.keys[0])[0], place)}: {fault.message}" for fault in faults))
+        command_line = "command line"
+        place = file or command_line
+        origins = (command_line if key_parts(fault.keys[0])[0] in options else place for fault in faults)
+        raise UserError(*(f"{origin}: {fault.message}" for origin, fault in zip(origins, faults, strict=True)))
     return recipe
 
 
@@ -96,7 +97,7 @@ def _recipe_parser() -> VerbParser:
     return parser
 
 
-def _value(key: str, text: str | list[str]):
+def _value(key: str, text: str | list[str]) -> object:
     """Return the value of a key of the recipe from its text; text that is not a number stays text and is refused
     later."""
     if TextRecipe.model_fields[key].annotation in (int, float, int | None):

@@ -7,7 +7,8 @@ from pydantic import Field
 
 from glm46.config.field_rules import Excludes, Needs
 from glm46.config.finetune import WITH_REFERENCE
-from glm46.config.section import DISTINCT, ModelFolder, OnHub, Removed, Section, real_folder
+from glm46.config.hub_address import OnHub
+from glm46.config.section import DISTINCT, ModelFolder, Removed, Section, real_folder
 
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 

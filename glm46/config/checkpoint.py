@@ -7,10 +7,10 @@ from pydantic import Field
 
 from glm46.config.field_rules import Excludes, Needs
 from glm46.config.finetune import WITH_REFERENCE
+from glm46.config.hub_address import OnHub
 from glm46.config.section import (
     LocalPath,
     ModelFolder,
-    OnHub,
     Removed,
     RunFolder,
     Section,

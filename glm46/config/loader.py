@@ -153,7 +153,7 @@ def _not_computed(key: str, value: object) -> str:
     return f"{key} = {value!r} of the checkpoint: this version computes the model without it; {_REMEDY}"
 
 
-def read_table(path: Path) -> dict:
+def read_table(path: Path) -> dict[str, Any]:
     """Return the table of a TOML file, without any check of its keys.
 
     Raises:
@@ -226,8 +226,8 @@ class _Sources(NamedTuple):
         return f"{' and '.join(names) or self.file}: {message}"
 
 
-def _states(table: dict, key: str) -> bool:
-    place = table
+def _states(table: dict[str, Any], key: str) -> bool:
+    place: Any = table
     for part in key_parts(key):
         try:
             place = place[part]

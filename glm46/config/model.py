@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from glm46.config.field_rules import AtMost, Excludes, Needs, Requires
-from glm46.config.section import ModelFolder, OnHub, Section
+from glm46.config.hub_address import OnHub
+from glm46.config.section import ModelFolder, Section
 
 _YARN = Needs("rope_type", "yarn")
 

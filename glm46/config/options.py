@@ -3,14 +3,17 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar, Unpack
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
+
+if TYPE_CHECKING:  # only in the stubs of type checkers
+    from _typeshed import SupportsWrite
 
 _Value = TypeVar("_Value")
 
@@ -45,14 +48,25 @@ MOST_PROCESSES = 2**20
 """Largest number of processes of a run; plans of more would take minutes."""
 
 
+class ParserOptions(TypedDict, total=False):
+    """Options of argparse that the parser of a verb takes."""
+
+    usage: str
+    description: str
+    epilog: str
+    formatter_class: type[argparse.HelpFormatter]
+    add_help: bool
+
+
 class VerbParser(argparse.ArgumentParser):
     """Parser of the list of verbs, of one verb, or of one of its kinds. Options cannot be abbreviated, and the error
     about an unknown word suggests the nearest known one."""
 
-    def __init__(self, **options):
-        super().__init__(**{"allow_abbrev": False} | options)
+    def __init__(self, prog: str | None = None, **options: Unpack[ParserOptions]):
+        super().__init__(prog, allow_abbrev=False, **options)
 
-    def parse_known_args(self, args=None, namespace=None):
+    # argparse takes a namespace of any class, and returns it.
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments; the error about an unknown option suggests a similar known one."""
         parsed, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
@@ -61,13 +75,14 @@ class VerbParser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}: did you mean {near}?")
         return parsed, unknown
 
-    def _check_value(self, action: argparse.Action, value) -> None:  # also for the word that chooses a verb or its kind
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        # Also for the word that chooses a verb or its kind.
         if action.choices is not None and value not in action.choices:
             near = nearest(value, action.choices, 0.5)
             remedy = f"did you mean {near}?" if near else f"choose from {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"{value[:40]!r}: unknown; {remedy}")
 
-    def print_help(self, file=None) -> None:
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         """Print the help. argparse's own method hides errors of writing, for example to a full disk."""
         print(self.format_help(), end="", file=file)
 
@@ -76,7 +91,7 @@ class VerbParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
-def verb_parser(verb: str, **options) -> VerbParser:
+def verb_parser(verb: str, **options: Unpack[ParserOptions]) -> VerbParser:
     """Return the parser of a verb that has its own options."""
     return VerbParser(prog=f"python -m glm46 {verb}", **options)
 

@@ -49,7 +49,7 @@ def parse_overrides(tokens: Sequence[str]) -> tuple[list[Override], list[Fault]]
     return overrides, faults
 
 
-def apply_overrides(table: dict, overrides: Sequence[Override]) -> list[Fault]:
+def apply_overrides(table: dict[str, Any], overrides: Sequence[Override]) -> list[Fault]:
     """Put overrides into the table, in order, in place; missing tables are created."""
     faults = []
     set_keys = {override.key for override in overrides if override.value is not _ABSENT}
@@ -73,7 +73,7 @@ def dotted(parts: Sequence[str | int]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
-def take_out(table: dict, place: Sequence[str | int]) -> None:
+def take_out(table: dict[str, Any], place: Sequence[str | int]) -> None:
     """Remove the key at a place, if the table has it."""
     outer: Any = table
     for part in place[:-1]:
@@ -96,7 +96,7 @@ def literal(text: str) -> object:
     return parsed["value"]
 
 
-def _apply(table: dict, override: Override) -> Fault | None:
+def _apply(table: dict[str, Any], override: Override) -> Fault | None:
     *path, last = key_parts(override.key)
     place: Any = table
     for depth, part in enumerate(path):

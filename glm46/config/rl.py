@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.field_rules import Excludes, Needs, Requires
+from glm46.config.hub_address import OnHub
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, OnHub, Removed, Schedule, Section
+from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, Removed, Schedule, Section
 
 Algorithm = Literal[
     "gspo",

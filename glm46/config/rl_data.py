@@ -6,7 +6,8 @@ from pydantic import AfterValidator, Field
 
 from glm46.config.faults import nearest
 from glm46.config.field_rules import Excludes, Needs, Requires
-from glm46.config.section import DataFile, OnHub, Removed, Section
+from glm46.config.hub_address import OnHub
+from glm46.config.section import DataFile, Removed, Section
 
 BUILT_IN_REWARDS = ("math", "exact", "choice", "format", "repetition", "code", "remote", "score", "model")
 WITHOUT_LABELS = frozenset({"format", "repetition", "model"})

@@ -157,10 +157,10 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _dump_ids(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        table = dump(self)
+        table: dict[str, Any] = dump(self)
         for key, hub_id in self._ids.items():
             *outer, name = key_parts(key)
-            place = table
+            place: Any = table
             for part in outer:
                 place = place.get(part, {}) if isinstance(place, dict) else place[part]
             if name in place:

@@ -57,13 +57,13 @@ def describe_shape() -> list[SectionRows]:
     return _describe(ShapeConfig.__name__, json_schema()["$defs"])
 
 
-def _section(spec: dict) -> str | None:
+def _section(spec: dict[str, Any]) -> str | None:
     """Return the name of the section class of a key (direct, optional or in an array); None for a plain value."""
     inner = [spec, spec.get("items", {}), *spec.get("anyOf", ())]
     return next((option["$ref"].rpartition("/")[2] for option in inner if "$ref" in option), None)
 
 
-def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
+def _describe(name: str, sections: dict[str, dict[str, Any]]) -> list[SectionRows]:
     section = sections[name]
     header, meaning = _title(section)
     rows = []
@@ -87,19 +87,19 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
     return [SectionRows(header, meaning, rows), *inner]
 
 
-def _meaning(name: str, key: str, spec: dict) -> str:
+def _meaning(name: str, key: str, spec: dict[str, Any]) -> str:
     """Return the documentation of a key of a section class, followed by its rules."""
     rules = [str(mark) for mark in _CLASSES[name].model_fields[key].metadata if isinstance(mark, FieldRule)]
     return " ".join([*spec["description"].split(), *rules])
 
 
-def _title(section: dict) -> tuple[str, str]:
+def _title(section: dict[str, Any]) -> tuple[str, str]:
     """Return the header of a table and its meaning: the docstring of a section class begins with the header."""
     header, _, meaning = " ".join(section["description"].split()).partition(": ")
     return header, meaning
 
 
-def _values(spec: dict) -> str:
+def _values(spec: dict[str, Any]) -> str:
     """Return the type, choices and range of a key or of the entries of an array, from its schema."""
     if "enum" in spec:
         return " | ".join(spec["enum"])

@@ -173,7 +173,7 @@ _NumberOrPoints: TypeAlias = float | tuple[tuple[int, float], ...]
 def _check_schedule(value: object, validate: ValidatorFunctionWrapHandler) -> _NumberOrPoints:
     # One message instead of one for each branch of the union.
     try:
-        schedule = validate(value)
+        schedule: _NumberOrPoints = validate(value)
         tokens = [point[0] for point in schedule] if isinstance(schedule, tuple) else [0]
         if tokens and tokens == sorted(tokens) and tokens[0] >= 0:
             return schedule

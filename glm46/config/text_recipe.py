@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from glm46.config.field_rules import Needs
-from glm46.config.section import DataFile, LocalPath, ModelFolder, OnHub, Removed, Section, StoredPath
+from glm46.config.hub_address import OnHub
+from glm46.config.section import DataFile, LocalPath, ModelFolder, Removed, Section, StoredPath
 
 CHAT_FORMATS = ("chat", "messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""

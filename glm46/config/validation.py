@@ -5,6 +5,7 @@ import re
 import typing
 from collections.abc import Iterator
 from itertools import takewhile
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -23,7 +24,7 @@ _RULES = {"tuple_type": "must be an array", "model_type": "must be a table"}
 _EVERYDAY_NAMES = {"name", "enable", "folder", "mode", "steps"}
 
 
-def validate_table(table: dict) -> tuple[RunConfig, list[Fault]]:
+def validate_table(table: dict[str, Any]) -> tuple[RunConfig, list[Fault]]:
     """Build the config of a TOML table.
 
     Returns:
@@ -126,7 +127,7 @@ def _tables(kind: str, key: str, section: type[Section] | None) -> str:
     return f"; write a table [[{key}]] for each entry, or on the command line --{key} '[{{{first} = ...}}]'"
 
 
-def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
+def _meant(place: tuple[str | int, ...], section: type[Section]) -> tuple[str, str]:
     """Return the key that an unknown key probably stands for, or its whole section, and the hint for the message."""
     unknown = str(place[-1])
     # A recipe has no other sections to suggest.

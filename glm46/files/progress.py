@@ -3,7 +3,8 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -11,9 +12,10 @@ from rich.progress import TransferSpeedColumn as BytesPerSecond
 from rich.text import Text
 
 _SECONDS_BETWEEN_LINES = 15.0
+_Advances: TypeAlias = AbstractContextManager[Callable[[int], None]]
 
 
-def bytes_progress(title: str, total: int, report: Callable[[str], None]):
+def bytes_progress(title: str, total: int, report: Callable[[str], None]) -> _Advances:
     """Show progress inside the context; it yields a function to call with the number of bytes just processed.
 
     Args:
@@ -24,7 +26,7 @@ def bytes_progress(title: str, total: int, report: Callable[[str], None]):
     return _progress(title, total, report, (DownloadColumn(), BytesPerSecond()), unit, size, ".1f")
 
 
-def tokens_progress(title: str, total: int, report: Callable[[str], None]):
+def tokens_progress(title: str, total: int, report: Callable[[str], None]) -> _Advances:
     """Show progress like `bytes_progress`, for tokens."""
     done = TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens")
     return _progress(title, total, report, (done, _TokensPerSecond()), "tokens", 1, ",.0f")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from glm46.config.errors import UserError
 from glm46.files.durable import FileRecord
@@ -94,13 +94,15 @@ class Store:
     def size(self, name: str) -> int | None:
         """Return the length of an object in bytes, None if it is missing. Not from a listing."""
         try:
-            return self._call(name, self._files.info, self._path(name))["size"]
+            length: int = self._call(name, self._files.info, self._path(name))["size"]
         except FileNotFoundError:
             return None
+        return length
 
     def read(self, name: str) -> bytes:
         """Return a small object."""
-        return self._call(name, self._files.cat_file, self._path(name))
+        content: bytes = self._call(name, self._files.cat_file, self._path(name))
+        return content
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, which replaces an earlier one at once."""
@@ -133,7 +135,7 @@ class Store:
             yield self._call(name, self._block, name, start, min(start + _BLOCK_BYTES, length))
 
     def _block(self, name: str, start: int, stop: int) -> bytes:
-        block = self._files.cat_file(self._path(name), start=start, end=stop)
+        block: bytes = self._files.cat_file(self._path(name), start=start, end=stop)
         if len(block) != stop - start:
             raise StoreError(errno.EIO, f"the answer has {len(block)} of {stop - start} bytes", self.url_of(name))
         return block
@@ -216,7 +218,7 @@ class Store:
         raise kind(number, _described(error), self.url_of(name)) from None
 
 
-def _version(info: dict) -> str:
+def _version(info: dict[str, Any]) -> str:
     """Return a text that changes when an object is written again; the names of the fields depend on the provider."""
     fields = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "created", "size")
     return " ".join(str(info[field]) for field in fields if field in info)

@@ -13,6 +13,7 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from glm46.files.store import Store
 from glm46.files.threads import start_daemon
@@ -109,7 +110,7 @@ class Lease:
         return lives, not lives
 
 
-def _fields(content: bytes) -> dict:
+def _fields(content: bytes) -> dict[str, Any]:
     with suppress(ValueError):
         fields = json.loads(content)
         if isinstance(fields, dict):

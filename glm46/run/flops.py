@@ -9,11 +9,16 @@ has no gradient.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import expm1
+from typing import TYPE_CHECKING, TypeVar
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
 from glm46.run.parameters import Parameter, active_elements, active_matrices, adapter_rows, indexer_counts, layer_counts
 
+if TYPE_CHECKING:  # planning needs no torch
+    from torch import Tensor
+
+_Lengths = TypeVar("_Lengths", int, "Tensor")
 _TRAINING_OVER_FORWARD = 3
 _FROZEN_OVER_FORWARD = 2
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -184,7 +189,7 @@ def batch_flops(
     return tokens * training_flops(shape, 0, adapter=adapter, only_drafts=only_drafts).total + attention
 
 
-def document_half_pairs(length, window: int | None):
+def document_half_pairs(length: _Lengths, window: int | None) -> _Lengths:
     """Compute twice the number of (query, key) pairs of a document of this many tokens: its square, or less under a
     window.
 
@@ -196,12 +201,12 @@ def document_half_pairs(length, window: int | None):
     return 2 * reach * length - reach * reach
 
 
-def attended_half_pairs(length, shape: ModelShape):
+def attended_half_pairs(length: "Tensor", shape: ModelShape) -> "Tensor":
     """Compute `document_half_pairs` of the keys that a model of this shape attends to. Under sparse attention, scores
     of indexers count as the pairs that cost as much.
 
     Args:
-        length: see `document_half_pairs`.
+        length: integer tensor of any shape; the result has the same shape.
     """
     pairs = document_half_pairs(length, _max_keys(shape))
     return pairs + _index_share(shape) * document_half_pairs(length, None) if shape.is_sparse else pairs

@@ -58,7 +58,8 @@ def next_temperature(meta: Mapping[str, Any]) -> float:
     """Return the router temperature of the step after a checkpoint, by its own schedule. Weights of another program
     have no schedule."""
     if "config" not in meta:
-        return meta[_TEMPERATURE_KEY]
+        imported: float = meta[_TEMPERATURE_KEY]
+        return imported
     tokens = meta.get("progress", {}).get("curriculum_tokens", 0)
     return schedule_value(stored_config(meta["config"]).moe.router_temperature, tokens)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from glm46.config.adapter import BASE_FORMATS, AdapterConfig, AdapterTarget
 from glm46.config.model import ModelShape
@@ -20,6 +20,10 @@ from glm46.config.optimizer import OptimizerConfig
 
 Head = Literal["lm", "value"]
 """Kind of the last layer: logits of the vocabulary, or one value per token."""
+
+Part = Literal["embedding", "head", "value", "layer", "indexer", "dense", "moe", "mtp"]
+Initial = Literal["normal", "ones", "zeros", "uniform"]
+OptimizerName = Literal["muon", "adamw"]
 
 DECODED_AT_ONCE = 1 << 22
 """Number of 4-bit weights that are converted at once; each takes `DECODING_BYTES` in addition to the result."""
@@ -30,7 +34,7 @@ DECODING_BYTES = 6
 class Parameter:
     """Row of the table: a parameter or buffer that occurs once in its part of the model."""
 
-    part: Literal["embedding", "head", "value", "layer", "indexer", "dense", "moe", "mtp"]
+    part: Part
     """Part of the model. layer: every decoder layer and the block inside every MTP layer. indexer: the indexer of such
     a layer, if it has one. dense, moe: the feed-forward network of such a layer. head: the final norm and the output
     head. value: the head of a value network, which replaces the output head and the MTP layers. mtp: an MTP layer
@@ -44,9 +48,9 @@ class Parameter:
     """Dimensions of our tensor, outermost first, as keys of `dimensions`."""
     group: str
     """Line of the printed table of optimizer roles."""
-    optimizer: Literal["muon", "adamw"] | None = "muon"
+    optimizer: OptimizerName | None = "muon"
     """Optimizer under optimizer.name = "Muon". None: a buffer, which no optimizer updates."""
-    initial: Literal["normal", "ones", "zeros", "uniform"] = "normal"
+    initial: Initial = "normal"
     """Initial value. normal: N(0, initializer_range). uniform: within +-1 / sqrt(last dimension)."""
     tensor_dim: int | None = None
     """Dimension that tensor parallelism shards. None: replicated on every tensor-parallel rank."""
@@ -187,13 +191,26 @@ def _all_dimensions(shape: ModelShape) -> Mapping[str, int]:
     return MappingProxyType(sizes | {f"{dim}/{n}": size // n for dim, size in sizes.items() for n in groups})
 
 
-def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
+class _Options(TypedDict, total=False):
+    """Fields of `Parameter` that have a default."""
+
+    optimizer: OptimizerName | None
+    initial: Initial
+    tensor_dim: int | None
+    is_expert: bool
+    needs: str | None
+    head_rows: str
+    hf_repeat: str | None
+    fp8_family: str | None
+
+
+def _same(part: Part, name: str, dims: str, group: str, **options: Unpack[_Options]) -> Parameter:
     """Build a row whose Hugging Face name equals the name here."""
     return Parameter(part, name, (name,), dims, group, **options)
 
 
-def _norm(part, name: str, dims: str, hf_name: str | None = None, **options) -> Parameter:
-    return Parameter(part, name, (hf_name or name,), dims, "norms", "adamw", "ones", **options)
+def _norm(part: Part, name: str, dims: str, hf_name: str | None = None, *, needs: str | None = None) -> Parameter:
+    return Parameter(part, name, (hf_name or name,), dims, "norms", "adamw", "ones", needs=needs)
 
 
 def _bias(name: str, dims: str) -> Parameter:
@@ -201,9 +218,9 @@ def _bias(name: str, dims: str) -> Parameter:
     return _same("layer", name, dims, group, optimizer="adamw", initial="zeros", tensor_dim=0, needs="attention_bias")
 
 
-def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Parameter, ...]:
+def _swiglu(part: Part, prefix: str, width: str, group: str, *, needs: str | None = None) -> tuple[Parameter, ...]:
     family = prefix.replace(".", "[.]") + "[.](gate|up|down)_proj"
-    by_outputs: dict[str, Any] = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=family, **options)
+    by_outputs: dict[str, Any] = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=family, needs=needs)
     return (
         _same(part, f"{prefix}.gate_proj.weight", **by_outputs),
         _same(part, f"{prefix}.up_proj.weight", **by_outputs),
@@ -299,20 +316,29 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
     outputs, inputs = row.dims.split()[-2:]
     experts = "E " if row.is_expert else ""
     separator = "_" if row.is_expert else "."
-    sharded = {"tensor_dim": row.tensor_dim, "is_expert": row.is_expert, "needs": row.needs}
 
-    def adapter_row(key: str, dims: str, group: str, initial, **options) -> Parameter:
+    def adapter_row(key: str, dims: str, group: str, initial: Initial, *, tensor_dim: int | None) -> Parameter:
         name = f"{row.name.removesuffix('.weight')}{separator}{key}"
         hf_names = tuple(f"{hf_name.removesuffix('.weight')}.{PEFT_NAMES[key]}" for hf_name in row.hf_names)
-        options = sharded | options
-        return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
+        return Parameter(
+            row.part,
+            name,
+            hf_names,
+            experts + dims,
+            group,
+            "adamw",
+            initial,
+            tensor_dim=tensor_dim,
+            is_expert=row.is_expert,
+            needs=row.needs,
+        )
 
-    like_columns = {} if row.tensor_dim == 1 else {"tensor_dim": None}
-    like_rows = {} if row.tensor_dim == 0 else {"tensor_dim": None}
+    column_dim = row.tensor_dim if row.tensor_dim == 1 else None
+    row_dim = row.tensor_dim if row.tensor_dim == 0 else None
     return (
-        adapter_row("lora_A", f"r {inputs}", "adapter A", "uniform", **like_columns),
-        adapter_row("lora_B", f"{outputs} r", "adapter B", "zeros", **like_rows),
-        adapter_row("magnitude", outputs, "magnitude", "ones", **like_rows),
+        adapter_row("lora_A", f"r {inputs}", "adapter A", "uniform", tensor_dim=column_dim),
+        adapter_row("lora_B", f"{outputs} r", "adapter B", "zeros", tensor_dim=row_dim),
+        adapter_row("magnitude", outputs, "magnitude", "ones", tensor_dim=row_dim),
     )
 
 

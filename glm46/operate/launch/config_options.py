@@ -63,7 +63,7 @@ def parse_with_overrides(
 class _KeysHelp(argparse.Action):
     """Action of ``--help`` for a verb that reads a config: prints its options; ``--help keys`` prints every key."""
 
-    def __init__(self, option_strings, dest, **_):
+    def __init__(self, option_strings: Sequence[str], **_: object) -> None:
         super().__init__(
             option_strings,
             dest=argparse.SUPPRESS,
@@ -72,7 +72,13 @@ class _KeysHelp(argparse.Action):
             help="show this; with the word keys, every key of the file",
         )
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
         if values == "keys":
             print_keys()
         elif values is None:

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import glm46
 
@@ -73,8 +74,9 @@ def _requirements(extras: Sequence[str]) -> list[str]:
     return [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
 
 
-def _project() -> dict:
-    return tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+    return project
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ of its default rendezvous reads pickles from its store.
 
 import socket
 
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from glm46.compat import PrefixStore, TCPStore
 from glm46.operate.launch.rendezvous import LOCAL_BACKEND
 
 _LOOPBACK = "127.0.0.1"

@@ -3,7 +3,7 @@ or PBS."""
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
     if "NNODES" in variables:
         nodes = _from_names(variables, "")
     else:
-        systems = {
+        systems: dict[str, Callable[[], Nodes]] = {
             "PET_NNODES": lambda: _from_names(variables, "PET_"),
             "WORLD_SIZE": lambda: _pods(variables),
             "SKYPILOT_NODE_IPS": lambda: _skypilot_nodes(variables),

@@ -201,7 +201,7 @@ class HostProcesses:
         self._names = [name for name, _ in commands]
         self._stop_seconds = stop_seconds
         self._events: queue.Queue[_OutputLine | HostEnd] = queue.Queue(_MAX_WAITING_LINES)
-        self._running = dict[int, subprocess.Popen]()
+        self._running = dict[int, subprocess.Popen[bytes]]()
         try:
             for index, (name, words) in enumerate(commands):
                 self._running[index] = _start(words, stdin=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -269,7 +269,7 @@ class HostProcesses:
             self.disconnect()
 
 
-def _start(words: Sequence[str], *, stdin: int, stderr: int) -> subprocess.Popen:
+def _start(words: Sequence[str], *, stdin: int, stderr: int) -> subprocess.Popen[bytes]:
     """Start a client in a separate session, so that Ctrl-C reaches only this process."""
     try:
         return subprocess.Popen(words, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
@@ -278,7 +278,7 @@ def _start(words: Sequence[str], *, stdin: int, stderr: int) -> subprocess.Popen
         raise UserError(f"--hostfile: {words[0]} is not on PATH; {remedy}") from error
 
 
-def _kill(client: subprocess.Popen) -> None:
+def _kill(client: subprocess.Popen[bytes]) -> None:
     """Kill a client, and what it uses to connect."""
     with suppress(ProcessLookupError):
         os.killpg(client.pid, signal.SIGKILL)

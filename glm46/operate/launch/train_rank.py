@@ -23,4 +23,5 @@ def _task_builder(config: RunConfig) -> BuildTask:
     if config.rl is None and config.finetune is None:
         return partial(Pretraining, check_text=raise_for_text, sample=continue_prompt)
     package = "rl" if config.rl is not None else "finetune"
-    return import_module(f"glm46.tasks.{package}.task").build_task
+    build_task: BuildTask = import_module(f"glm46.tasks.{package}.task").build_task
+    return build_task
