@@ -10,8 +10,7 @@ import socket
 import time
 from typing import Any
 
-import torch.distributed as dist
-
+from glm46.compat import Store
 from glm46.engine.reliability.hang_answers import Answers
 
 _PREFIX = "glm46/hang/"
@@ -38,7 +37,7 @@ class Alarm:
         store: a connection that nothing else uses.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
+    def __init__(self, store: Store, rank: int, world_size: int):
         self._store: Any = store  # torch's annotations lack `append`
         self._rank = rank
         self._world_size = world_size
@@ -46,17 +45,19 @@ class Alarm:
 
     def is_set(self) -> bool:
         """True if some rank has found a hang."""
-        return self._store.check([_SET])
+        is_set: bool = self._store.check([_SET])
+        return is_set
 
     def is_reported(self) -> bool:
         """True if the hang has been reported, so that all ranks that answered should end."""
-        return self._store.check([_REPORTED])
+        is_reported: bool = self._store.check([_REPORTED])
+        return is_reported
 
     def answer(self, answer: dict[str, Any]) -> int:
         """Set the alarm, and answer it. Returns the number of ranks that have answered so far."""
         self._store.set(_SET, "1")
         self._append(_ANSWERS, answer)
-        number = self._store.add(_ANSWERED, 1)
+        number: int = self._store.add(_ANSWERED, 1)
         if number == self._world_size:
             self._store.set(_COMPLETE, "1")
         return number

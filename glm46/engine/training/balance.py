@@ -33,7 +33,7 @@ def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoEConfig, clock: 
         real_tokens: real tokens of the complete step, over all ranks.
         clock: tokens of the curriculum before the step.
     """
-    balance_loss, z_loss, index_loss, _ = aux_losses / max(real_tokens, 1)
+    balance_loss, z_loss, index_loss, _ = (aux_losses / max(real_tokens, 1)).unbind()
     balance_weight = schedule_value(moe.sequence_aux_loss_weight, clock)
     # The weight of the index loss is 1: only indexers get its gradient, and AdamW's steps do not depend on its size.
     return balance_weight * balance_loss + schedule_value(moe.z_loss_weight, clock) * z_loss + index_loss

@@ -1,14 +1,19 @@
 """Norm and scale of the gradients of a network."""
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from glm46.compat import multiply_in_place, norms_in_fp32
 from glm46.compute.distributed.local_tensor import local_tensor
+
+_ShardingAxes: TypeAlias = tuple[DeviceMesh | None, tuple[int, ...]]
+"""A mesh and its axes that shard a tensor; (None, ()) if none does."""
 
 
 @torch.no_grad()
@@ -27,15 +32,16 @@ def global_grad_norm(
     Returns:
         FP32 scalar, equal on all ranks of a mesh; replicas may differ in the last bits.
     """
-    gradients_by_axes: dict[tuple, list[Tensor]] = {}
+    gradients_by_axes: dict[_ShardingAxes, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             local_gradient, axes = _part_and_axes(parameter.grad)
             gradients_by_axes.setdefault(axes, []).append(local_gradient)
     total = torch.zeros((), device=device)  # a pipeline stage may have no trained parameters
-    for (mesh, axes), gradients in gradients_by_axes.items():
+    for (mesh, sharded_axes), gradients in gradients_by_axes.items():
         sum_of_squares = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
-        for axis in axes:
+        for axis in sharded_axes:
+            assert mesh is not None, "axes are those of a mesh"
             dist.all_reduce(sum_of_squares, group=mesh.get_group(axis))
         total += sum_of_squares
     if pipeline is not None:
@@ -43,8 +49,8 @@ def global_grad_norm(
     return total.sqrt()
 
 
-def _part_and_axes(gradient: Tensor) -> tuple[Tensor, tuple]:
-    """Return this rank's part, and the mesh with the axes that shard the gradient; (None, ()) if none does."""
+def _part_and_axes(gradient: Tensor) -> tuple[Tensor, _ShardingAxes]:
+    """Return this rank's part, and `_ShardingAxes` of the gradient."""
     if not isinstance(gradient, DTensor):
         return gradient, (None, ())
     mesh = gradient.device_mesh

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from glm46.compute.distributed.collective_errors import catch_user_error, raise_on_all_ranks
+from glm46.engine.reliability.loss_spikes import NOT_FINITE
 from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, StopRequest
 from glm46.engine.training.rank_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
-from glm46.engine.training.step import NOT_FINITE, StepOutcome, train_step
+from glm46.engine.training.step import StepOutcome, train_step
 from glm46.engine.training.task import StepBatches, Task, trained_networks
 from glm46.engine.training.totals import StepTotals, count_step
 from glm46.engine.training.weight_source import WeightSource

@@ -232,7 +232,8 @@ class Network:
         with nullcontext() if adapted else without_adapters(self.models):
             if self.pipeline is not None:
                 return self.pipeline.evaluate(inputs, form)
-            return self.models[0](**inputs, form=form)
+            output: LossSums = self.models[0](**inputs, form=form)
+            return output
 
     def release(self) -> None:
         """Free the weights that forwards without backward left gathered. Until then the parameters of the models are

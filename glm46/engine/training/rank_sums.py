@@ -36,7 +36,8 @@ def sum_on_host(numbers: Tree) -> Tree:
         Integers, nested in the same way.
     """
     local, structure = flatten_tree(numbers)
-    return unflatten_tree(combine_on_host(torch.tensor(local, dtype=torch.int64)).tolist(), structure)
+    sums: Tree = unflatten_tree(combine_on_host(torch.tensor(local, dtype=torch.int64)).tolist(), structure)
+    return sums
 
 
 def to_host(tensors: Tree) -> Tree:
@@ -54,7 +55,8 @@ def _apply_to_flat(function: Callable[[Tensor], Tensor], tensors: Tree) -> Tree:
         parts = flat.split([leaves[place].numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             results[place] = part.view(leaves[place].shape)
-    return unflatten_tree(results, structure)
+    mapped: Tree = unflatten_tree(results, structure)
+    return mapped
 
 
 def _all_reduced(flat: Tensor) -> Tensor:

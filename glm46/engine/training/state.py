@@ -1,6 +1,7 @@
 """Progress of a run: the counters that a resume needs in addition to tensors."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Progress:
     """Number of rollbacks to an earlier checkpoint."""
     excluded_samples: list[list[int]] = field(default_factory=list)
     """Ranges [first, end) of sample numbers to skip."""
-    read_before: list[list] = field(default_factory=list)
+    read_before: list[list[Any]] = field(default_factory=list)
     """Rows of each source that earlier phases have read, see `data_stream.rows_read`."""
 
     def advance(self, *, sequences: int, seq_len: int, was_skipped: bool) -> None:

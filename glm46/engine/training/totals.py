@@ -29,7 +29,8 @@ class StepTotals(NamedTuple):
 
     def divided_by(self, readers: int) -> "StepTotals":
         """Return the sums over all ranks as counts of distinct rows, each of which this many ranks have counted."""
-        return map_tree(lambda count: count // readers, self)
+        totals: StepTotals = map_tree(lambda count: count // readers, self)
+        return totals
 
 
 def count_step(task: Task, micro_batches: list[Batch]) -> StepTotals:

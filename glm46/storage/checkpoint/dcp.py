@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -79,7 +79,7 @@ class _HashingFileSystem(FileSystem):
         self._closer = closer
 
     @contextmanager
-    def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any, None, None]:
         if mode != "wb":
             raise ValueError(f"{path}: mode {mode!r}, but a writer opens files with 'wb' only")
         file = _HashedFile(Path(path), self._hasher)
@@ -92,7 +92,7 @@ class _HashingFileSystem(FileSystem):
         finally:
             self._closer.close(end)
 
-    def rename(self, path: str | PathLike, new_path: str | PathLike) -> None:
+    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         self._closer.finish()  # a file has its record once it is closed
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)

@@ -197,7 +197,7 @@ class CheckpointManager:
                 if self.folder.is_dir():
                     repair(self.folder)
                 stage.value = [step for step in published_steps(self.folder) if before is None or step < before]
-        steps_of_first_rank = stage.values[0]
+        steps_of_first_rank: list[int] = stage.values[0]
         bad: list[str] = []
         for step in reversed(steps_of_first_rank):
             _, faults = self._verify(step_folder(self.folder, step), tensors)
@@ -253,7 +253,7 @@ class CheckpointManager:
         if isinstance(source, int):
             self._loaded_step = source
             self._branch_point = source
-        meta_of_first_rank = stage.values[0]
+        meta_of_first_rank: dict[str, Any] = stage.values[0]
         self._destination.free(path, self._target.node, self._ranks)
         return meta_of_first_rank
 

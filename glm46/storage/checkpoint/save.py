@@ -88,7 +88,11 @@ class SaveTarget:
 
 
 def save_now(
-    target: SaveTarget, snapshot: Snapshot, ranks: Ranks, in_use: Collection[int], staged: dict | None = None
+    target: SaveTarget,
+    snapshot: Snapshot,
+    ranks: Ranks,
+    in_use: Collection[int],
+    staged: dict[str, Tensor] | None = None,
 ) -> int:
     """Write and publish a checkpoint, then remove old ones. Collective. Returns the bytes of all files.
 
@@ -109,7 +113,7 @@ def save_now(
     return size
 
 
-def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, staged: dict | None) -> int:
+def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, staged: dict[str, Tensor] | None) -> int:
     """Write and publish a checkpoint; with local disks, each node writes its part. Collective. Returns the bytes of all
     files, over all nodes.
 

@@ -115,7 +115,8 @@ class BatchBuilder:
         names = ["input_ids", "labels", "positions", "document_ids", "mtp_input_ids", "mtp_labels", "sample_numbers"]
         batch: Any = {name: torch.from_numpy(getattr(self, name)) for name in names}
         self._allocate()
-        return batch
+        rows: Batch = batch
+        return rows
 
     def _mask_targets(self, row_index: int, ends: np.ndarray) -> None:
         """Mask targets in another document: targets k + 1 tokens ahead, at the last k + 1 positions before each end."""

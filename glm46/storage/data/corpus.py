@@ -83,7 +83,7 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
     depth = plan.mtp_depths
     tokens = [0.0] * len(sources)
     # Stages with equal length and range of documents share their passes; other stages read other documents.
-    rows_by_grid: list[dict[tuple, float]] = [{} for _ in sources]
+    rows_by_grid: list[dict[tuple[int, tuple[float, float]], float]] = [{} for _ in sources]
     for stage, stage_tokens in zip(plan.text_stages, plan.stage_tokens, strict=True):
         for i, weight in enumerate(stage.weights):
             share = stage_tokens * weight / sum(stage.weights)

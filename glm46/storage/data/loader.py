@@ -4,7 +4,7 @@ The only state is the global number of the next sample, so a run resumes at any 
 StatefulDataLoader provides worker processes and prefetching.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from glm46.compat import quiet_libraries
 from glm46.config.errors import raise_if
-from glm46.storage.data.batches import BatchBuilder
+from glm46.storage.data.batches import Batch, BatchBuilder
 from glm46.storage.data.best_fit import concatenate, plan_groups
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.mixing import integer_weights, permute, source_and_sample
@@ -79,7 +79,7 @@ class SampleSpan(NamedTuple):
 WHOLE_RUN = SampleSpan()
 
 
-class TrainStream(IterableDataset):
+class TrainStream(IterableDataset[Batch]):
     """Endless micro-batches; `__iter__` starts at ``start_sample``.
 
     Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1).
@@ -128,7 +128,7 @@ class TrainStream(IterableDataset):
         rows_before = self.span.rows_before
         return source_and_sample(places, self.weights, names, self.rows_per_source, self.seed, rows_before)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         layout = self.layout
         stop = self.span.stop
@@ -174,7 +174,7 @@ def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows 
     return rows, permute(np.arange(count), count, "validation").tolist()
 
 
-class ValidationStream(IterableDataset):
+class ValidationStream(IterableDataset[Batch]):
     """Micro-batches with every held-out token once as an input, in a random order so that the first ones are a fair
     sample."""
 
@@ -189,7 +189,7 @@ class ValidationStream(IterableDataset):
         """Number of batches, equal on every rank."""
         return self.batches
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         layout = self.layout
         builder = self.layout.builder(self.manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
@@ -204,14 +204,23 @@ class ValidationStream(IterableDataset):
             yield builder.finish()
 
 
-class _BatchLoader(StatefulDataLoader):
-    """A loader of streams whose items are whole batches."""
-
-    def __init__(self, stream: IterableDataset, **options):
-        quiet_libraries()
+def _batch_loader(
+    stream: TrainStream | ValidationStream,
+    *,
+    num_workers: int = 0,
+    begin_worker: Callable[[int], None] | None = None,
+) -> StatefulDataLoader:
+    """Build the loader of a stream whose items are whole batches."""
+    quiet_libraries()
+    return StatefulDataLoader(
+        stream,
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=begin_worker,
         # Each iterator takes a seed. Taking it from the global generator would change its state, and a resumed run,
         # which makes more iterators, would differ from an uninterrupted one.
-        super().__init__(stream, batch_size=None, generator=torch.Generator(), **options)
+        generator=torch.Generator(),
+    )
 
 
 def build_train_loader(
@@ -234,7 +243,7 @@ def build_train_loader(
         begin_worker: called first in each worker, with its number.
     """
     stream = TrainStream(sources, seed, layout, start_sample, span)
-    return _BatchLoader(stream, num_workers=num_workers, worker_init_fn=begin_worker)
+    return _batch_loader(stream, num_workers=num_workers, begin_worker=begin_worker)
 
 
 def build_validation_loader(
@@ -244,4 +253,4 @@ def build_validation_loader(
 
     Padding, in the last row with text and after it, has document id -1 and no labels.
     """
-    return _BatchLoader(ValidationStream(manifest, layout, max_batches))
+    return _batch_loader(ValidationStream(manifest, layout, max_batches))

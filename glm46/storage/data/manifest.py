@@ -6,6 +6,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError, raise_if
 from glm46.files.durable import hash_file
@@ -96,14 +97,15 @@ class Manifest:
     vocab_size: int
     eos_id: int
     splits: dict[str, Split]
-    settings: dict = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
 
     @property
     def format(self) -> str:
         """Format of the rows that the source was made from, see `Recipe.format`."""
-        return self.settings.get("format", "text")
+        name: str = self.settings.get("format", "text")
+        return name
 
     def require_tokenizer(self, fingerprint: str) -> None:
         """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""

@@ -8,7 +8,7 @@ ordinary characters.
 import base64
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -149,7 +149,7 @@ class Tokenizer:
         ids = [[self.special[part]] if part in self.special else self.encode(part) for part in parts]
         return np.concatenate([np.empty(0, np.uint32), *ids]).astype(np.uint32, copy=False)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Decode ids, a sequence or array of integers. Ids without a token and invalid UTF-8 become U+FFFD."""
         bytes_by_id = self._bytes_by_id
         size = self.vocab_size
@@ -224,7 +224,7 @@ def read_rank_file(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _split_long_runs(text: str, pattern: str):
+def _split_long_runs(text: str, pattern: str) -> Iterator[tuple[str, bool]]:
     """Yield (piece, whole). Cuts are only where the pattern always ends a match, so the tokens do not change.
 
     The pattern matches a run of white space as follows: punctuation before it takes the newlines that follow directly;

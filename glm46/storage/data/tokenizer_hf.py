@@ -7,7 +7,7 @@ ids of the special tokens are.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
@@ -62,7 +62,7 @@ def _require(holds: bool, reason: str) -> None:
         raise _NotRepresentable(reason)
 
 
-def _read(content: dict) -> TokenizerJson:
+def _read(content: dict[str, Any]) -> TokenizerJson:
     model = content["model"]
     kind = model.get("type", "BPE")
     # tiktoken merges bytes by rank. WordPiece takes the longest piece from the left, Unigram the most probable pieces;
@@ -89,7 +89,7 @@ def _read(content: dict) -> TokenizerJson:
     return TokenizerJson(pattern, _ranks(vocabulary, model["merges"]), special, control, prefix_space)
 
 
-def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:
+def _ranks(vocabulary: dict[str, int], merges: list[str | list[str]]) -> dict[bytes, int]:
     """Return ids by token bytes, after checking that merging by id equals merging by the list."""
     to_byte = {character: byte for byte, character in byte_characters().items()}
     _require(all(c in to_byte for token in vocabulary for c in token), "a token holds characters outside byte level")
@@ -117,7 +117,7 @@ def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:
     return ranks
 
 
-def _pre_tokenizer(pre_tokenizer: dict | None) -> tuple[str, bool]:
+def _pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> tuple[str, bool]:
     """Return the regex, and whether a space is added before the text. Only forms that cut text equally are accepted."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
     kinds = [step["type"] for step in steps]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import parent_process
+from typing import Any
 
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.distributed.process_control import die_with_parent
@@ -104,7 +105,7 @@ def batch_layout(plan: Plan, cluster: Cluster, seq_len: int) -> BatchLayout:
     )
 
 
-def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) -> list[list]:
+def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) -> list[list[Any]]:
     """Count the rows of each source that this run and earlier phases have read, for the next phase.
 
     Returns:
@@ -121,7 +122,9 @@ def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) ->
     return [[*key, rows] for key, rows in sorted(counts.items())]
 
 
-def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, read_before: list[list]) -> list[int]:
+def rows_before(
+    plan: Plan, manifests: dict[str, Manifest], stage: TextStage, read_before: list[list[Any]]
+) -> list[int]:
     """Count for each source how many of the stage's rows earlier stages and phases have read."""
     phase_counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
     same_rows = (stage.seq_len, stage.documents)
@@ -141,7 +144,7 @@ def _taken(stage: TextStage, samples: int) -> dict[int, int]:
     return dict(zip(active, counts, strict=True))
 
 
-def _identity_of_rows(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextStage) -> tuple:
+def _identity_of_rows(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextStage) -> tuple[Any, ...]:
     """Return the identity of a source's rows: its text, packing and order, sequence length and range of documents."""
     source_config = plan.config.data.sources[source]
     config = plan.config

@@ -115,7 +115,7 @@ def next_token_loss(sums: LossSums, totals: Mapping[str, Any], mtp_weight: float
     Each sum is divided by the *global* count of the step, so that the parts of all micro-batches and ranks add up to
     the mean for any distribution of the tokens.
     """
-    loss = sums.loss / max(totals["targets"], 1)
+    loss: Tensor = sums.loss / max(totals["targets"], 1)
     mtp_targets = totals["mtp_targets"]
     for depth_loss, targets in zip(sums.mtp_losses, mtp_targets, strict=False):
         loss = loss + mtp_weight / len(mtp_targets) * depth_loss / max(targets, 1)

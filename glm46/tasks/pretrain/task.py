@@ -78,7 +78,7 @@ class Pretraining(Task):
         """See `Task.fingerprint`."""
         config = self.plan.config
         # Prediction depths count because rows need one more token per depth, so a source can have fewer rows.
-        identity: list = [config.debug.seed, config.training.seq_len, self.plan.mtp_depths]
+        identity: list[object] = [config.debug.seed, config.training.seq_len, self.plan.mtp_depths]
         for source in config.data.sources:
             manifest = self.manifests[source.name]
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from typing import Never
 
 
 class _Meaningless:
@@ -43,7 +44,7 @@ class _Only(_Meaningless):
         return other is self._is_true
 
 
-def _raise(*_given, **_named):
+def _raise(*_given, **_named) -> Never:
     raise RuntimeError
 
 
@@ -74,7 +75,7 @@ def _run() -> None:
     for output in (1, 2):  # silence the tests
         os.dup2(nowhere, output)
 
-    def late(*_):
+    def late(*_) -> Never:
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, late)

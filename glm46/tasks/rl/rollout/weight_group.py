@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compat import PrefixStore, Store, TCPStore
 from glm46.compute.distributed.environment import temporary_variable
 from glm46.files.threads import in_thread
 from glm46.tasks.rl.rollout.http_calls import CallError
@@ -69,13 +70,13 @@ class WeightGroup:
             update = secrets.token_hex(8)
             timeout = timedelta(seconds=self._wait)
             descriptor = listener.detach()
-            store = dist.TCPStore(
+            store = TCPStore(
                 address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
             )
         except (OSError, dist.DistNetworkError) as error:  # DistNetworkError: this machine is too busy to answer itself
             raise CallError(f"no connection for weights ({error})") from None
         self._at = {"address": address, "port": port, "update": update}
-        self._store: dist.Store | None = dist.PrefixStore(update, store)
+        self._store: Store | None = PrefixStore(update, store)
         self._store.set("open", "")
         self._group: list[_Group] = []
         self._reply: Future[Any] = Future()
@@ -125,8 +126,8 @@ class WeightGroup:
         """Create the process group, whose keys in the store begin with `prefix`."""
         wait = timedelta(seconds=self._wait)
         # A separate client: a group that is still closing must not keep the store of the workers open.
-        store = dist.TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
-        group = _join(dist.PrefixStore(prefix, store), 1 + self._workers, self.backend, wait)
+        store = TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
+        group = _join(PrefixStore(prefix, store), 1 + self._workers, self.backend, wait)
         if self._store is not None:  # closed meanwhile
             self._group = [group]
 
@@ -236,7 +237,7 @@ def first_sentence(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
 
 
-def _join(store: dist.Store, size: int, backend: str, wait: timedelta) -> _Group:
+def _join(store: Store, size: int, backend: str, wait: timedelta) -> _Group:
     """Create a process group of this process, as rank 0, and the workers of a server, which are no ranks of the job."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, 0, size, wait)
