@@ -60,7 +60,7 @@ class AblationRun(NamedTuple):
         """Write the status for the report and for later calls."""
         replace_durably(self.folder / _STATUS_FILE, [status.encode()])
 
-    def rows(self) -> tuple[list[dict], list[dict]]:
+    def rows(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Read the training rows and the validation rows."""
         file = self.folder / ROWS_FILE
         return rows_by_kind(read_history(file)) if file.exists() else ([], [])

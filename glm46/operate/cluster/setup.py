@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import glm46
 from glm46.compute.distributed.environment import variables_that_are_set, variables_that_begin, visible_gpus
@@ -81,7 +82,7 @@ def address_of(name: str) -> str:
     return name
 
 
-def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Namespace) -> list[dict]:
+def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the state of each host (see `host_state`), requested from all at once.
 
     Args:
@@ -92,7 +93,7 @@ def check_hosts(hosts: Sequence[Host], connection: str, arguments: argparse.Name
     """
     words = module_words(variables_that_begin("PYTHONPATH"), ["setup-cluster", ON_HOST, str(arguments.nvme_path)])
     commands = [in_this_folder(words)] * len(hosts)
-    states: list[dict] = []
+    states: list[dict[str, Any]] = []
     faults = []
     for host, answer in zip(hosts, run_on_hosts(hosts, commands, _HOST_SECONDS, connection), strict=True):
         lines = [line.partition(ANSWER)[2] for line in answer.output.splitlines() if ANSWER in line]
@@ -166,7 +167,9 @@ def _folder_fault(folder: Path) -> str:
     return f"{nearest}: {fault}; state a folder on a local disk that you can write" if fault else ""
 
 
-def cluster_files(arguments: argparse.Namespace, hosts: Sequence[Host], states: Sequence[dict]) -> dict[str, str]:
+def cluster_files(
+    arguments: argparse.Namespace, hosts: Sequence[Host], states: Sequence[dict[str, Any]]
+) -> dict[str, str]:
     """Return the texts of all files by name.
 
     Args:

@@ -4,7 +4,7 @@ The order follows `compute/parallelize/exchange.py`; a test compares it with the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from glm46.operate.estimate.kernels import MicroBatch, work_beside_exchange
 from glm46.operate.estimate.micro_batch_traffic import exchanges
@@ -67,7 +67,7 @@ def forward_steps(chunks: int, hops: int, returns: bool = True) -> list[Step]:
 def backward_steps(chunks: int, hops: int) -> list[Step]:
     """List the steps of a layer's backward, in reverse: gradients are sent where forward waited. The layer may be
     recomputed before the gradients of its experts."""
-    swapped: dict = {"send": "wait", "wait": "send"}
+    swapped: dict[str, Any] = {"send": "wait", "wait": "send"}
     steps = [step._replace(kind=swapped.get(step.kind, step.kind)) for step in reversed(forward_steps(chunks, hops))]
     steps.insert(steps.index(Step("down")), Step("recomputation"))
     return steps

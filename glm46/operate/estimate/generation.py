@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
@@ -302,7 +302,7 @@ def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, 
     return cluster.writing_seconds(size) + engines * size / (nodes * cluster.storage_gbytes * 1e9)
 
 
-def rollout_numbers(rollouts: Rollouts) -> dict:
+def rollout_numbers(rollouts: Rollouts) -> dict[str, Any]:
     """Return the rollouts as a JSON object: seconds, days, dollars."""
     engine = rollouts.engine
     names = "engines", "at_once", "completion_tokens", "generation", "update", "training", "seconds", "rollouts"

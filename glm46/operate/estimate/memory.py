@@ -87,7 +87,8 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self)) - self.host - self.host_activations - self.disk
+        total: float = sum(getattr(self, field.name) for field in fields(self))
+        return total - self.host - self.host_activations - self.disk
 
 
 def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:

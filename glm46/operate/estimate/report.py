@@ -1,6 +1,7 @@
 """Formats the plan of a run as text and as numbers: parameters, FLOPs, memory, time and cost."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from glm46.config.faults import counted
 from glm46.operate.estimate.generation import EngineOptions, Rollouts, plan_rollouts, rollout_lines, rollout_numbers
@@ -86,7 +87,7 @@ def plan_text(run: RunPlan, local: tuple[Machine, Verdict] | None = None) -> str
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 
-def plan_numbers(run: RunPlan) -> dict:
+def plan_numbers(run: RunPlan) -> dict[str, Any]:
     """Return the plan as a JSON object: bytes, seconds, FLOPs, dollars."""
     plan = run.plan
     cost = run.cost

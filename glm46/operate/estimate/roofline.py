@@ -83,7 +83,7 @@ class Roofline:
         are_own_experts = work.kind == "experts" and not self.published_exchange
         fp8_share = self._share.fp8_experts if are_own_experts else self._share.fp8
         peak = self._fp8 * fp8_share if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
-        share = getattr(self._share, work.kind)
+        share: float = getattr(self._share, work.kind)
         if work.rows:  # the share grows with the rows, and is half of its limit at `<kind>_rows` of them
             share *= work.rows / (work.rows + getattr(self._share, f"{work.kind}_rows"))
         computed = max(work.flops / (peak * share), moved)

@@ -223,7 +223,7 @@ def search_text(search: Search) -> str:
     return "\n\n".join(parts)
 
 
-def search_numbers(search: Search) -> dict:
+def search_numbers(search: Search) -> dict[str, Any]:
     """Return the result as a JSON object: bytes, seconds, tokens."""
     smallest = search.smallest
     return {
@@ -246,7 +246,7 @@ def search_numbers(search: Search) -> dict:
     }
 
 
-def _plan_numbers(plan: Plan, config: RunConfig) -> dict:
+def _plan_numbers(plan: Plan, config: RunConfig) -> dict[str, Any]:
     return {
         "layout": asdict(plan.layout),
         "schedule": plan.config.parallelism.pipeline_parallel_schedule if plan.layout.pp > 1 else None,

@@ -10,6 +10,7 @@ with other micro-batches; all other collectives are exposed.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from glm46.operate.estimate.activation_memory import ActivationMemory
 from glm46.operate.estimate.activations import Frozen
@@ -151,7 +152,7 @@ class _Step:
         if self.roofline.published_exchange:
             # Chunks belong to this product's exchange: the published one sends all tokens of a micro-batch at once.
             self._batch = replace(self._batch, chunks=1)
-        self._costs_by_part: dict[tuple, tuple[Cost, Cost]] = {}
+        self._costs_by_part: dict[tuple[Any, ...], tuple[Cost, Cost]] = {}
 
     def ranks(self, offloaded: list[float]) -> list[_Rank]:
         """Return the work of each pipeline rank; ``offloaded`` comes from `_offloaded_states`."""

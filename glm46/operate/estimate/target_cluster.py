@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from glm46.config.errors import UserError
 from glm46.config.faults import show
@@ -71,7 +71,7 @@ class Efficiencies:
     measured: frozenset[str] = frozenset()
     """Names of the values that are measured, not assumed."""
 
-    def numbers(self) -> dict:
+    def numbers(self) -> dict[str, Any]:
         """Return all values in a form for JSON."""
         return asdict(self) | {"measured": sorted(self.measured)}
 

@@ -57,7 +57,7 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
         micro_batches: micro-batches of the step; None for the largest step of the stage.
     """
     step = _Step(plan, stage_index, micro_batches)
-    by_key = dict[tuple, list[Traffic]]()
+    by_key = dict[tuple[Any, ...], list[Traffic]]()
     by_rank = []
     for rank, parts in enumerate(parts_of_ranks(plan)):
         key = step.alike(rank, parts)
@@ -117,7 +117,7 @@ class _Step(MicroBatchTraffic):
     """One optimizer step of a plan in one stage of text, or forward passes over its micro-batches: adds the traffic of
     weights and gradients to that of the micro-batches."""
 
-    def alike(self, rank: int, parts: list[StagePart]) -> tuple:
+    def alike(self, rank: int, parts: list[StagePart]) -> tuple[Any, ...]:
         """Return a key that is equal for pipeline ranks with the same calls."""
         names = [part.first_layer for part in parts if self._in_fp8]
         return alike(parts), *((not part.index, *self.borders(rank, part)) for part in parts), *names

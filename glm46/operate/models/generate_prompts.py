@@ -5,13 +5,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.chat_rows import BadConversation
 from glm46.storage.chats.chat_template import find_format, raise_for_effort, raise_for_kept_thoughts
-from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
+from glm46.storage.chats.conversation import Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 
@@ -102,20 +104,21 @@ def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> l
         messages = [*system, Message("user", text)]
         effort = arguments.reasoning_effort or ""
         return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking, effort=effort)
-    return tokenizer.encode(text).tolist()
+    ids: list[int] = tokenizer.encode(text).tolist()
+    return ids
 
 
 def _token(tokenizer: Tokenizer, text: str) -> int:
     """Return the id of a special token by its name, or of a text that is exactly one token."""
     if text in tokenizer.special:
         return tokenizer.special[text]
-    ids = tokenizer.encode(text).tolist()
+    ids: list[int] = tokenizer.encode(text).tolist()
     if len(ids) != 1:
         raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
     return ids[0]
 
 
-def read_tools(file: Path) -> tuple[Mapping, ...]:
+def read_tools(file: Path) -> tuple[Mapping[str, Any], ...]:
     """Read the descriptions of tools, as the model is shown them, from a JSON file.
 
     Raises:

@@ -23,7 +23,8 @@ from glm46.operate.models.model_fit import require_fit
 from glm46.operate.models.python_arguments import python_call, require_type, show_value, texts, token_ids
 from glm46.run.counted_shape import CountedShape
 from glm46.storage.chats.chat import ChatOptions, render
-from glm46.storage.chats.conversation import BadConversation, parse_conversation
+from glm46.storage.chats.chat_rows import BadConversation
+from glm46.storage.chats.conversation import parse_conversation
 from glm46.storage.data.batches import Batch, BatchBuilder
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import Tokenizer
@@ -53,7 +54,8 @@ class LocalModel:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; special tokens in the text are encoded as ordinary text."""
         require_type("text", text, str, "a text; call encode once for each text")
-        return self.tokenizer.encode(text).tolist()
+        ids: list[int] = self.tokenizer.encode(text).tolist()
+        return ids
 
     @python_call()
     def decode(self, ids: TokenIds) -> Any:
@@ -79,7 +81,7 @@ class LocalModel:
         rows = token_ids(ids, vocab_size=self.shape.vocab_size, max_tokens=positions)
         inputs = torch.atleast_2d(rows).to(self.device)
         with torch.no_grad():
-            logits = self.module(inputs)[..., : self.tokenizer.vocab_size].float()
+            logits: Tensor = self.module(inputs)[..., : self.tokenizer.vocab_size].float()
         return logits if rows.ndim == 2 else logits[0]
 
     @python_call(prompt="prompts")
@@ -143,7 +145,7 @@ class LocalModel:
         return answers[0] if isinstance(prompts, str) else answers
 
     @python_call()
-    def batch(self, rows: str | Mapping | Iterable[str | Mapping]) -> Batch:
+    def batch(self, rows: str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]) -> Batch:
         """Build one batch of documents, each in its own row, padded to the longest. A document is a text, whose tokens
         are all targets, or a conversation ``{"messages": [...]}``, whose targets are the assistant's messages.
 
@@ -178,7 +180,7 @@ class LocalModel:
             builder.add(number, row, len(tokens), [np.array([len(tokens)])], is_marked=True)
         return builder.finish()
 
-    def _documents(self, number: int, row: str | Mapping) -> list[np.ndarray]:
+    def _documents(self, number: int, row: str | Mapping[str, Any]) -> list[np.ndarray]:
         if isinstance(row, str):
             if not row:
                 raise UserError(f"rows[{number}] = '': must not be empty; give some text, or leave the row away")

@@ -67,7 +67,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.state.update(self._muon.state)
         self.state.update(self._adamw.state)
 
-    def add_param_group(self, param_group: dict) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise NotImplementedError after construction, because Muon's plan is made only once."""
         if self._is_ready:
             raise NotImplementedError("MuonWithAdamW: the parameters of the module are taken at construction")
@@ -85,7 +85,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of `state_dict` into the existing states, in their own types, and take over its options.
 
         Raises:

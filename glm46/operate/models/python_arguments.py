@@ -79,9 +79,10 @@ def _in_python(fault: str, names: Sequence[str], arguments: Mapping[str, str], v
         values: the arguments of this call.
     """
 
-    def argument_or_option(match: re.Match) -> str:
+    def argument_or_option(match: re.Match[str]) -> str:
+        option: str = match[0]
         name = arguments.get(match[1], match[1].replace("-", "_"))
-        return name if name in names else match[0]
+        return name if name in names else option
 
     first = _OPTION.match(fault)
     if first and (name := argument_or_option(first)) in names:

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
@@ -43,7 +44,7 @@ class TerminalChat:
     answer: Callable[[list[int]], tuple[Continuation, Iterable[None]]]
     stop: frozenset[int]
     system: str | None = None
-    tools: Sequence[Mapping] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
     thinks: bool = False
     keeps_thoughts: bool = False
     effort: str = ""
