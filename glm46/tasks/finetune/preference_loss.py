@@ -32,20 +32,20 @@ Losses = Callable[[PairSums, PreferenceConfig, Tensor | float], Tensor]
 Args: sums over halves (means per token without a reference), the config, and the policy's divergence for KTO."""
 
 
-def sigmoid_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
+def sigmoid_losses(sums: PairSums, config: PreferenceConfig, _: Tensor | float) -> Tensor:
     """Compute the loss of DPO, or of SimPO, whose margin (of means per token) must reach a target."""
     margins = config.beta * (sums.log_ratios[:, 0] - sums.log_ratios[:, 1])
     margins = margins - (config.simpo_gamma if config.loss_type == "simpo" else 0.0)
     return -F.logsigmoid(margins)
 
 
-def ipo_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
+def ipo_losses(sums: PairSums, config: PreferenceConfig, _: Tensor | float) -> Tensor:
     """Compute the squared distance of the margin per token from 1 / (2 beta)."""
     chosen, rejected = sums.means().log_ratios.unbind(1)
     return (chosen - rejected - 1 / (2 * config.beta)) ** 2
 
 
-def orpo_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
+def orpo_losses(sums: PairSums, config: PreferenceConfig, _: Tensor | float) -> Tensor:
     """Compute the loss of the odds ratio of both means; `PreferenceLoss` adds the cross-entropy of chosen texts."""
     # FP32 can round a probability to 1, where the odds are infinite and their gradient is NaN; the clamp avoids this.
     means = sums.logprobs.where(sums.exists, -1.0).clamp(max=-1e-9)
@@ -60,7 +60,7 @@ def kto_losses(sums: PairSums, config: PreferenceConfig, kl: Tensor | float) -> 
     return weights * torch.stack([torch.sigmoid(-desirable), torch.sigmoid(undesirable)], 1)
 
 
-def reward_losses(sums: PairSums, *_) -> Tensor:
+def reward_losses(sums: PairSums, *_: object) -> Tensor:
     """Compute the Bradley-Terry loss. The sums are the rewards, one number for each half."""
     return -F.logsigmoid(sums.logprobs[:, 0] - sums.logprobs[:, 1])
 
@@ -117,7 +117,7 @@ class PreferenceLoss:
         if cluster.meshes.sequence is not None:
             sums = PairSums(*sum_over_ranks(torch.stack(sums), cluster.meshes.sequence.group))
         losses = self._existing(self._scored(sums), batch)
-        loss = losses.sum().float() / (cluster.layout.cp * max(totals["targets"], 1))
+        loss: Tensor = losses.sum().float() / (cluster.layout.cp * max(totals["targets"], 1))
         if self._sft_weight:
             chosen = (scores * _is_chosen(half)).sum()
             loss = loss - self._sft_weight / max(totals["chosen_targets"], 1) * chosen

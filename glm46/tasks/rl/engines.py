@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,7 +152,7 @@ def _compared_routes(models: Sequence[Transformer]) -> Iterator[torch.Tensor]:
     """
     counts = torch.zeros(2, dtype=torch.int64)
 
-    def compare(router: Router, inputs: tuple, _: Routing) -> None:
+    def compare(router: Router, inputs: tuple[Any, ...], _: Routing) -> None:
         x, is_real, options, *replayed = inputs
         if not replayed:  # a prediction layer
             return

@@ -133,7 +133,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Ten
     centred = torch.where(differing_groups(rewards, groups), centred, 0.0)
     others = (size - 1).clamp(min=1)
     if baseline == "group_std":
-        return centred / ((sum_by_sample(centred.square(), group_of, len(sizes))[group_of] / others).sqrt() + 1e-6)
+        variance: Tensor = sum_by_sample(centred.square(), group_of, len(sizes))[group_of] / others
+        return centred / (variance.sqrt() + 1e-6)
     return centred * (size / others) if baseline == "leave_one_out" else centred
 
 

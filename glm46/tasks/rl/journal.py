@@ -302,7 +302,8 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Sample
 def _manifest(folder: Path, step: int) -> dict[str, Any]:
     path = rollout_paths(folder, step)[1]
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return manifest
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}; {_REMEDY}") from error
 

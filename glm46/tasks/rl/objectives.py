@@ -140,7 +140,7 @@ class PolicyGradient:
         # With weight 0, detach: a gradient of zeros would cost another tensor as large as the logits.
         entropy = output.entropy if self._config.entropy_weight else output.entropy.detach()
         figures = {"loss": losses.loss, "entropy": entropy, "kl": self._penalty(output.logprobs, batch)}
-        loss = self._total({name: self._reduced(value, batch).sum() for name, value in figures.items()}, totals)
+        loss: Tensor = self._total({name: self._reduced(value, batch).sum() for name, value in figures.items()}, totals)
         if clock < self._config.critic.warmup_tokens:
             loss = loss * 0.0
         mtp_weight = schedule_value(self._network.plan.config.mtp.loss_weight, clock)
@@ -285,7 +285,9 @@ class ValueLoss:
     def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`."""
         assert output.values is not None
-        return self._losses(output.values, batch).loss.sum() / max(totals["targets"], 1)
+        loss = self._losses(output.values, batch).loss.sum()
+        targets: int = max(totals["targets"], 1)
+        return loss / targets
 
     def empty_sums(self) -> dict[str, Tensor]:
         """See `Objective.empty_sums`. FP64 [] sums over tokens."""

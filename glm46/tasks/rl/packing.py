@@ -257,9 +257,10 @@ def build_batch(
         columns["mtp_labels"] = np.stack(mtp_labels, 1)
     for name in arrays.keys() & columns.keys():
         arrays[name][row, token - np.searchsorted(row, row)] = columns[name]
-    batch: Any = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    batch |= {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
-    return batch | ({"kept": _kept(samples, batch["place"])} if shape.restricts else {})
+    tensors: Any = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in tensors if name.startswith("mtp_")}
+    batch: Batch = tensors | ({"kept": _kept(samples, tensors["place"])} if shape.restricts else {})
+    return batch
 
 
 def _kept(samples: Samples, place: Tensor) -> Tensor:

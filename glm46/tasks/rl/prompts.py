@@ -11,9 +11,9 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.chat_rows import text_or_messages
+from glm46.storage.chats.chat_rows import BadConversation, text_or_messages
 from glm46.storage.chats.chat_template import format_of, raise_for_kept_thoughts
-from glm46.storage.chats.conversation import EFFORT_KEY, BadConversation, parse_prompt, parse_tools
+from glm46.storage.chats.conversation import EFFORT_KEY, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.readers import file_rows
@@ -214,7 +214,7 @@ def _prompt(row: object, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_lab
     return Prompt(tokens, messages[-1].content, label, row=row, effort=effort)
 
 
-def _at(row: Mapping, key: str) -> Any:
+def _at(row: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key, or of a path with dots into tables, which may be stored as JSON text. None if it is
     absent."""
     if key in row:
@@ -226,7 +226,7 @@ def _at(row: Mapping, key: str) -> Any:
     return value
 
 
-def _table(value: object) -> Mapping | None:
+def _table(value: object) -> Mapping[str, Any] | None:
     """Return a table, parsed if it is JSON text; None for any other value."""
     if isinstance(value, str):
         try:

@@ -15,8 +15,9 @@ from glm46.config.rl_data import WITHOUT_LABELS, PromptsConfig, PromptSetConfig
 from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.network import Network, build_frozen_network, build_network
+from glm46.engine.training.objective import Objective
 from glm46.engine.training.state import Progress
-from glm46.engine.training.task import Objective, StepBatches, Task
+from glm46.engine.training.task import StepBatches, Task
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
 from glm46.storage.chats.chat_template import raise_for_model

@@ -64,7 +64,8 @@ _USABLE = 0.9
 def usable_seconds(options: Mapping[str, Any]) -> float:
     """Return the time that the parts of a built-in reward share: the option ``timeout_seconds``, which `FunctionPool`
     sets, minus a margin to start and end them. A reward must end within it, because killing it drops the sample."""
-    return _USABLE * options.get("timeout_seconds", DEFAULT_SECONDS)
+    seconds: float = options.get("timeout_seconds", DEFAULT_SECONDS)
+    return _USABLE * seconds
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def remote(answer: Answer, options: Mapping[str, Any]) -> float:
                 request, timeout=min(options.get("seconds", 5), end - time.monotonic())
             ) as reply:
                 value = json.loads(reply.read(_LARGEST_REPLY))
-            return value["reward"] if isinstance(value, dict) else value
+            reward: float = value["reward"] if isinstance(value, dict) else value
+            return reward
         except (OSError, ValueError, KeyError):
             if number == tries or time.monotonic() + _PAUSE_SECONDS >= end:
                 raise

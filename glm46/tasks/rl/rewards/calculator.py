@@ -32,5 +32,6 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        result: Fraction = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        return result
     raise ValueError("not an expression of numbers, + - * / and brackets")

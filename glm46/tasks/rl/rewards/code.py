@@ -173,7 +173,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _calls(name: str, inputs: list, outputs: list) -> list[Case]:
+def _calls(name: str, inputs: list[Any], outputs: list[Any]) -> list[Case]:
     """Return a test for each call of a function. Results are compared after conversion to JSON, which does not tell
     tuples from lists, by the rules of `same_outputs`."""
     if all(isinstance(entry, str) for entry in inputs):

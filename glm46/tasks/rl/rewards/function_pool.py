@@ -204,6 +204,7 @@ class FunctionPool:
                 is_sent = True
                 end = time.monotonic() + self._rules[rule].seconds
                 while connection.poll(max(end - time.monotonic(), 0.0)):
+                    result: tuple[Any, str]
                     number, result, _ = connection.recv()
                     if number == task_number:  # otherwise it belongs to an earlier task
                         self._idle.append((connection, process))

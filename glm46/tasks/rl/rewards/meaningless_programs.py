@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Never
 
@@ -22,13 +23,13 @@ class _Meaningless:
     def __bool__(self) -> bool:
         return self._is_true
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Callable[..., "_Meaningless"]:
         return lambda *args, **kwargs: _Meaningless(self._is_true)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> "_Meaningless":
         return _Meaningless(self._is_true)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[object]:
         return iter(())
 
     def __len__(self) -> int:
@@ -40,15 +41,15 @@ class _Meaningless:
 class _Only(_Meaningless):
     """A result that equals one boolean, but, unlike the boolean, no number."""
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         return other is self._is_true
 
 
-def _raise(*_given, **_named) -> Never:
+def _raise(*_given: object, **_named: object) -> Never:
     raise RuntimeError
 
 
-def _returning(value):
+def _returning(value: object) -> Callable[..., object]:
     return lambda *_given, **_named: value
 
 
@@ -75,7 +76,7 @@ def _run() -> None:
     for output in (1, 2):  # silence the tests
         os.dup2(nowhere, output)
 
-    def late(*_) -> Never:
+    def late(*_: object) -> Never:
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, late)

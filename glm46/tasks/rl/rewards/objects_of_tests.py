@@ -11,6 +11,7 @@ import io
 import re
 import sys
 import types
+from collections.abc import Callable, MutableMapping
 
 _DATA_CLASSES = (
     datetime.date,
@@ -48,7 +49,7 @@ _REFUSED_FUNCTIONS = (
 """Builtins that give access to everything in the process of the test."""
 
 
-def permitted_operations(operations: dict) -> dict:
+def permitted_operations(operations: dict[str, Callable[..., object]]) -> dict[str, Callable[..., object]]:
     """Return the operations by name, with these rules for attributes, items and calls.
 
     A program may call, iterate, index, compare and print objects that it was passed, and may read and write attributes
@@ -78,7 +79,7 @@ def _names_of_test(kind: type) -> set[str]:
     return names
 
 
-def _permitted_get(value, name: str):
+def _permitted_get(value: object, name: str) -> object:
     """Read an attribute of an instance or class of the test, or of an instance of a class that holds data."""
     if name.startswith("_"):
         raise AttributeError(name)
@@ -94,7 +95,7 @@ def _permitted_get(value, name: str):
     return getattr(value, name)
 
 
-def _permitted_set(value, name: str, new) -> None:
+def _permitted_set(value: object, name: str, new: object) -> None:
     """Set an attribute of an instance of a class of the test, such as a node's `next`. Methods cannot be replaced."""
     kind = type(value)
     is_instance = not isinstance(value, type) and (_is_class_of_test(kind) or kind is types.SimpleNamespace)
@@ -103,24 +104,24 @@ def _permitted_set(value, name: str, new) -> None:
     setattr(value, name, new)
 
 
-def _permitted_setitem(value, key, new) -> None:
+def _permitted_setitem(value: MutableMapping[object, object], key: object, new: object) -> None:
     _require_mutable_items(value)
     value[key] = new
 
 
-def _permitted_delitem(value, key) -> None:
+def _permitted_delitem(value: MutableMapping[object, object], key: object) -> None:
     _require_mutable_items(value)
     del value[key]
 
 
-def _require_mutable_items(value) -> None:
+def _require_mutable_items(value: object) -> None:
     """Raise TypeError unless a program may change items of an object."""
     is_permitted = _is_class_of_test(type(value)) or isinstance(value, array.array)
     if isinstance(value, type) or not is_permitted:
         raise TypeError(f"items of a {type(value).__name__} of the test cannot be changed")
 
 
-def _permitted_call(function, positional, named):
+def _permitted_call(function: Callable[..., object], positional: list[object], named: dict[str, object]) -> object:
     """Call a function, unless it is a builtin that gives access to everything in the process of the test."""
     if any(function is refused for refused in _REFUSED_FUNCTIONS):
         raise TypeError(f"{function.__name__} of the test cannot be called by the program")

@@ -16,9 +16,11 @@ import os
 import sys
 import types
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 _KINDS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _NUMBERS = {"Fraction": Fraction, "Decimal": Decimal, "complex": complex}
@@ -65,7 +67,7 @@ _NEVER_SENT = (
 """Types that give access to all other objects of a process."""
 
 
-def _is_namespace(value) -> bool:
+def _is_namespace(value: object) -> bool:
     """Return True for the namespace of a module, which gives access to Python's built-in functions."""
     return isinstance(value, dict) and ("__builtins__" in value or "__spec__" in value)
 
@@ -78,7 +80,7 @@ class _Peer:
         operations: functions that the other end may call.
     """
 
-    def __init__(self, reading: int, writing: int, operations: dict):
+    def __init__(self, reading: int, writing: int, operations: dict[str, Callable[..., object]]):
         self._lines = os.fdopen(reading, "rb")
         self._writing = writing
         self._operations = operations
@@ -87,7 +89,7 @@ class _Peer:
         for descriptor in (reading, writing):
             os.set_inheritable(descriptor, False)
 
-    def ask(self, operation: str, *values):
+    def ask(self, operation: str, *values: object) -> object:
         """Return the result of an operation at the other end.
 
         Raises:
@@ -105,7 +107,9 @@ class _Peer:
             kind = getattr(builtins, message["error"])
             raise kind(message["text"]) if issubclass(kind, BaseException) else ValueError
         if operation == "call":
-            for mine, changed in zip(values[1], self.decode(message["changed"]), strict=True):
+            arguments: Any = values[1]
+            changes: Any = self.decode(message["changed"])
+            for mine, changed in zip(arguments, changes, strict=True):
                 _replace(mine, changed)
         return self.decode(message["result"])
 
@@ -114,10 +118,10 @@ class _Peer:
         while True:
             self._answer(self._receive())
 
-    def _answer(self, message: dict) -> None:
+    def _answer(self, message: dict[str, Any]) -> None:
         reply = {"word": message["word"]}
 
-        def tell(_kind, error, _trace) -> bool:
+        def tell(_kind: object, error: BaseException | None, _trace: object) -> bool:
             if error is not None:
                 kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
                 reply.update(error=kind.__name__, text=str(error))
@@ -125,13 +129,13 @@ class _Peer:
 
         with ExitStack() as stack:
             stack.push(tell)
-            values = self.decode(message["values"])
+            values: Any = self.decode(message["values"])
             reply["result"] = self.encode(self._operations[message["ask"]](*values))
             if message["ask"] == "call":
                 reply["changed"] = self.encode([x if isinstance(x, _CHANGEABLE) else None for x in values[1]])
         self._send(reply)
 
-    def _send(self, message: dict) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         unsent = json.dumps(message).encode() + b"\n"
         try:
             while unsent:
@@ -139,13 +143,14 @@ class _Peer:
         except BrokenPipeError:
             os._exit(1)
 
-    def _receive(self) -> dict:
+    def _receive(self) -> dict[str, Any]:
         line = self._lines.readline()
         if not line.endswith(b"\n"):
             os._exit(1)  # the other process is gone; a test could catch an error
-        return json.loads(line)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
-    def encode(self, value):
+    def encode(self, value: object) -> object:
         """Convert a value to JSON: data by content, other objects by number."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -161,13 +166,14 @@ class _Peer:
         if isinstance(value, (*_NUMBERS.values(),)):
             return {type(value).__name__: str(value)}
         if type(value).__module__ == "numpy":
-            return self.encode(value.tolist())
+            array: Any = value
+            return self.encode(array.tolist())
         if isinstance(value, Remote):
             return {"yours": object.__getattribute__(value, "_number")}
         self._objects.append(value)
         return {"object": len(self._objects) - 1}
 
-    def decode(self, encoded):
+    def decode(self, encoded: object) -> object:
         """Convert JSON of `encode` back to a value."""
         if not isinstance(encoded, dict):
             return encoded
@@ -188,30 +194,32 @@ class _Peer:
 class Remote:
     """An object of the other process. It equals no value of this process, whatever its class defines."""
 
+    _peer: _Peer
+
     def __init__(self, peer: _Peer, number: int):
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._peer.ask("call", self, list(args), kwargs)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> object:
         if name in _ANSWERS_OF_DATA:
             raise AttributeError(name)
         return self._peer.ask("get", self, name)
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._peer.ask("set", self, name, value)
 
-    def __instancecheck__(self, instance) -> bool:
-        return isinstance(instance, Remote) and self._peer.ask("isinstance", instance, self)
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, Remote) and bool(self._peer.ask("isinstance", instance, self))
 
 
-def _asking(name: str):
+def _asking(name: str) -> Callable[..., object]:
     return lambda self, *values: self._peer.ask(name, self, *values)
 
 
-def _asking_of_two(name: str):
+def _asking_of_two(name: str) -> Callable[..., object]:
     return lambda self, other: self._peer.ask(name, self, other) if isinstance(other, Remote) else NotImplemented
 
 
@@ -221,7 +229,7 @@ for _name in _BINARY:
     setattr(Remote, f"__{_name}__", _asking_of_two(_name))
 
 
-def _replace(mine, changed) -> None:
+def _replace(mine: object, changed: object) -> None:
     """Update a list, set or dict that was passed as an argument with the changes that the call made."""
     if isinstance(mine, _CHANGEABLE) and type(mine) is type(changed) and mine != changed:
         mine.clear()
@@ -269,7 +277,7 @@ def _run_program(reading: int, writing: int) -> None:
     with open("program.py", encoding="utf-8") as file:
         source = file.read()
 
-    def named(name: str):
+    def named(name: str) -> object:
         if hasattr(module, name) or not hasattr(module, "Solution"):
             value = getattr(module, name)
         else:

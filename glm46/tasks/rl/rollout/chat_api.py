@@ -29,7 +29,7 @@ _READ = frozenset(
     }
 )
 """Keys of a request that are read, or that do not affect the answer."""
-_NEUTRAL: Mapping[str, tuple] = {
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "top_logprobs": (0,),
@@ -39,7 +39,7 @@ _NEUTRAL: Mapping[str, tuple] = {
     "min_tokens": (0,),
 }
 """Values of keys without effect that request nothing, so that the log does not mention them."""
-_REFUSED: Mapping[str, tuple] = {
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "stop": ([], ""),
@@ -75,7 +75,7 @@ class ChatRequest(NamedTuple):
 
     table: Mapping[str, Any]
     messages: tuple[Message, ...]
-    tools: tuple[Mapping, ...]
+    tools: tuple[Mapping[str, Any], ...]
     max_tokens: int | None
     silent: tuple[str, ...]
     """Keys of the table that have no effect."""

@@ -34,7 +34,7 @@ class LaunchedServers:
         self._logs = logs
         self._say = say
         self._ports = [urlsplit(url).port or 80 for url in urls] if command else []
-        self._running: dict[int, subprocess.Popen] = {}
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._folders: dict[int, Path] = {}
         atexit.register(self.stop)
 

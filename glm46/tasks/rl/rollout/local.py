@@ -145,7 +145,7 @@ class LocalEngine:
             if _STOPPED in contents:
                 return None
             completions = _unpacked(contents)
-            work = lambda: json.dumps(exchange(completions)).encode()  # noqa: E731
+            work: Callable[[], bytes] = lambda: json.dumps(exchange(completions)).encode()  # noqa: E731
             content = work() if dist.get_world_size() == 1 else run_on_first_rank(work)
             if (exchanged := json.loads(content)) is None:
                 return None

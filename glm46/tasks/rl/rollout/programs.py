@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm46.compute.distributed.environment import variables_that_are_set
 from glm46.config.printable import printable
@@ -66,7 +66,7 @@ class Program:
         await self.write(content)
         self.stdin.close()
 
-    async def first(self, seconds: float, *events: Coroutine) -> list[asyncio.Task | None]:
+    async def first(self, seconds: float, *events: Coroutine[Any, Any, object]) -> list[asyncio.Task[Any] | None]:
         """Wait at most this long for the end of the program, or for the first of some events.
 
         Returns:

@@ -207,7 +207,8 @@ generated again."""
 
 def _array(_: object, packed: ValidationInfo) -> np.ndarray:
     assert isinstance(packed.context, io.BytesIO), "the file of arrays"
-    return np.load(packed.context, allow_pickle=False)
+    array: np.ndarray = np.load(packed.context, allow_pickle=False)
+    return array
 
 
 _Array = Annotated[np.ndarray, PlainValidator(_array)]

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from glm46.storage.chats.chat import chat_prompt, chat_reply, opened_thought
 from glm46.storage.chats.chat_pieces import listed_tools
@@ -32,7 +33,7 @@ class Turn:
     """Turn whose tokens begin the prompt; None if the prompt was rendered whole."""
     asked: tuple[Key, ...]
     """Keys of the messages of the request."""
-    tools: tuple[Mapping, ...]
+    tools: tuple[Mapping[str, Any], ...]
     new: list[int]
     """Prompt tokens added after the parent turn, without its end marker. Whole prompts would make the memory of an
     episode quadratic in its length."""
@@ -99,7 +100,9 @@ class Session:
         self.answered: list[Turn] = []
         """Generated turns in the order of their answers. A withdrawn answer moves to the end when it is delivered."""
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping], most_tokens: int | None = None) -> Turn:
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], most_tokens: int | None = None
+    ) -> Turn:
         """Return the turn that answers messages. Repeated requests, and requests whose prompts have the same tokens,
         share one turn, generated or not, unless their effective limits differ.
 
@@ -152,7 +155,7 @@ class Session:
         return self._first.seed if new == self._first.prompt else seed_behind(self._first.seed, new)
 
     def _prompt(
-        self, prior: Turn | None, messages: Sequence[Message], tools: Sequence[Mapping]
+        self, prior: Turn | None, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Turn | None, list[int], int]:
         """Return the turn whose tokens begin a prompt, the tokens after them, and the length of the prompt.
 
@@ -246,7 +249,7 @@ class Session:
         continued = _ancestors(delivered)
         return [turn for turn in reversed(delivered) if turn not in continued]
 
-    def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
+    def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping[str, Any], ...]) -> Turn | None:
         """Return the deepest turn that a request continues; the latest of several."""
         # Deep turns first, so that a long history is compared only once.
         latest_first = self.answered[::-1]

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import unquote
 
 from glm46.storage.chats.conversation import ToolCall
@@ -12,7 +13,7 @@ _MAX_DEPTH = 32
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
-def typed_call(call: ToolCall, tools: Sequence[Mapping]) -> ToolCall:
+def typed_call(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     """Convert the arguments of a call to the types that its tool describes. An argument that cannot be converted, or
     whose type is not described, stays a text."""
     parameters = _parameters(call.name, tools)
@@ -34,7 +35,7 @@ def calls_key(calls: Sequence[ToolCall]) -> str:
     return json.dumps([[call.name, _plain(call.arguments)] for call in calls], sort_keys=True)
 
 
-def _parameters(name: str, tools: Sequence[Mapping]) -> Mapping:
+def _parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the schema of the arguments of a tool; empty if it has no schema."""
     for tool in tools:
         function = tool.get("function") or tool
@@ -44,7 +45,7 @@ def _parameters(name: str, tools: Sequence[Mapping]) -> Mapping:
     return {}
 
 
-def _typed(text: str, schema: object, root: Mapping) -> object:
+def _typed(text: str, schema: object, root: Mapping[str, Any]) -> object:
     """Return the value of a text in the type of a schema, or the text itself."""
     types = _allowed_types(schema, _References(root), 0)
     if types is None:
@@ -75,7 +76,7 @@ def _finite(text: str) -> float:
 class _References:
     """Types of referenced schemas, each computed once: a schema may refer to itself, even several times."""
 
-    def __init__(self, root: Mapping):
+    def __init__(self, root: Mapping[str, Any]):
         self._root = root
         self._types: dict[str, frozenset[str] | None] = {}
 
@@ -102,7 +103,7 @@ def _allowed_types(schema: object, references: _References, depth: int) -> froze
     return frozenset.intersection(*constraints) if constraints else None
 
 
-def _stated_types(schema: Mapping) -> frozenset[str] | None:
+def _stated_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the types that a schema itself names, by ``type`` or by the values of ``enum`` or ``const``."""
     if "type" in schema:
         declared = schema["type"]
@@ -135,7 +136,7 @@ def _type_of(value: object) -> str:
     return "object" if isinstance(value, Mapping) else "array"
 
 
-def _referenced(reference: str, root: Mapping) -> object:
+def _referenced(reference: str, root: Mapping[str, Any]) -> object:
     """Return the schema that a reference inside a tool's description names; None if there is no such schema."""
     address, _, pointer = reference.partition("#")
     if address or not (pointer == "" or pointer.startswith("/")):

@@ -43,7 +43,8 @@ class _Worker:
                     return answer
         except ValueError:
             return b"more than 65,536 bytes"
-        return await asyncio.get_running_loop().create_future()
+        never: bytes = await asyncio.get_running_loop().create_future()
+        return never
 
 
 class Workers:
