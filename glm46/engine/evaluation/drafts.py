@@ -11,8 +11,9 @@ from glm46.compute.model.mtp import acceptance_length, accepted_drafts, draft_pl
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.results import run_rows
-from glm46.engine.evaluation.rows import Batch, Figures
+from glm46.engine.evaluation.rows import Figures
 from glm46.engine.inference.model_mesh import ModelMesh
+from glm46.storage.data.batches import Batch
 
 
 class Drafts:

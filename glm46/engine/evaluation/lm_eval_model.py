@@ -5,6 +5,7 @@ results for a model.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -16,8 +17,9 @@ from glm46.engine.evaluation.answers import Answers, EvaluationPrompt
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.scoring import ContinuationRequest
 from glm46.storage.chats.chat import chat_prompt, opened_thought
+from glm46.storage.chats.chat_rows import BadConversation
 from glm46.storage.chats.chat_template import format_of
-from glm46.storage.chats.conversation import BadConversation, parse_prompt
+from glm46.storage.chats.conversation import parse_prompt
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer
 
 _MAX_NEW_TOKENS = 256
@@ -26,7 +28,7 @@ _MAX_NEW_TOKENS = 256
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 
 
-class LmEvalModel(TemplateLM):
+class LmEvalModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """Model for the tasks of lm-eval. It receives all requests on rank 0.
 
     Args:
@@ -47,14 +49,15 @@ class LmEvalModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Tokenize a text; names of special tokens become these tokens."""
-        return self._tokenizer.encode_with_special(string).tolist()
+        ids: list[int] = self._tokenizer.encode_with_special(string).tolist()
+        return ids
 
     @property
     def tokenizer_name(self) -> str:
         """Name for the files in which lm-eval would cache requests."""
         return self._tokenizer.fingerprint
 
-    def apply_chat_template(self, chat_history: Sequence[Mapping], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Format messages as text up to the start of the model's answer; without ``add_generation_prompt`` the last
         message is the begin of the answer.
 
@@ -79,9 +82,10 @@ class LmEvalModel(TemplateLM):
             UserError: a request has more tokens than the model's positions.
         """
         self._tasks = [request.task_name for request in requests]
-        return super().loglikelihood(requests, disable_tqdm=True)
+        results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return results
 
-    def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: object) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, ...]], **_: object) -> list[tuple[float, bool]]:
         converted = [ContinuationRequest(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         for request, task in zip(converted, self._tasks, strict=True):
             self._require_room(task, len(request.inputs), "lower --fewshot, or leave it out")
@@ -139,10 +143,10 @@ class LmEvalModel(TemplateLM):
             )
         return self._answers.texts(prompts)
 
-    def _options(self, task: str, task_options: dict) -> dict:
+    def _options(self, task: str, task_options: dict[str, Any]) -> dict[str, Any]:
         """Return the generation_kwargs of a task with their defaults."""
         try:
-            options = normalize_gen_kwargs(task_options, _MAX_NEW_TOKENS)
+            options: dict[str, Any] = normalize_gen_kwargs(task_options, _MAX_NEW_TOKENS)
         except (TypeError, ValueError) as error:
             raise UserError(f"--tasks {task}: generation_kwargs = {task_options}: {error}; correct it") from error
         until = options.get("until") or []

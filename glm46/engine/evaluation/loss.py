@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from glm46.engine.evaluation.rows import Batch, Figures, Row, held_out
+from glm46.engine.evaluation.rows import Figures, Row, held_out
 from glm46.engine.training.loss_columns import SUMS, loss_columns
-from glm46.storage.data.batches import IGNORE
+from glm46.storage.data.batches import IGNORE, Batch
 from glm46.storage.data.loader import BatchLayout, validation_rows
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.packing import ConcatenatedRows, PackedRows

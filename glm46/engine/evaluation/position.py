@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.engine.evaluation.rows import Batch, Figures, Row, held_out, one_document
-from glm46.storage.data.batches import IGNORE
+from glm46.engine.evaluation.rows import Figures, Row, held_out, one_document
+from glm46.storage.data.batches import IGNORE, Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream

@@ -16,7 +16,6 @@ from glm46.compute.model.cross_entropy import HeadForm, token_logprobs
 from glm46.compute.model.transformer import LossSums, Transformer
 from glm46.config.errors import UserError
 from glm46.engine.evaluation.rows import (
-    Batch,
     Figures,
     Measure,
     Row,
@@ -29,6 +28,7 @@ from glm46.engine.evaluation.rows import (
 from glm46.engine.inference.loading import Loaded
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.files.durable import replace_durably
+from glm46.storage.data.batches import Batch
 
 _TOKENS_AT_ONCE = 8192
 """Number of tokens of a batch of short rows."""
@@ -166,4 +166,5 @@ def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: b
     if not mesh.is_last:
         mesh.send(output.hidden)
         return None
-    return output
+    sums: LossSums = output
+    return sums

@@ -85,7 +85,7 @@ class Decoder:
         self._main = [cached_core(block.self_attn, batch, max_length) for block in self._blocks]
         self._mtp = [cached_core(layer.block.self_attn, batch, max_length) for layer in self._drafting]
         self._plain: list[tuple[nn.Module, str, Any]] = []
-        self._kernels: AbstractContextManager = nullcontext()
+        self._kernels: AbstractContextManager[object] = nullcontext()
         weight = local_tensor(next(model.parameters()))
         self.device = weight.device
         self._dtype = weight.dtype
@@ -203,7 +203,7 @@ class Decoder:
         if self._has_head and few_tokens.is_for(rows):
             self._head = self._head or few_tokens.Product(head.weight)
             return self._head(rows[0]).view(*hidden.shape[:-1], -1)
-        logits = head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
+        logits: Tensor = head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
         return logits.view(*hidden.shape[:-1], -1).float()
 
     def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
@@ -241,7 +241,8 @@ class Decoder:
         """Embed this rank's part of tokens [B, S]: [1, t, D]."""
         ids = tokens.reshape(1, -1)
         assert self.model.embed_tokens is not None, "the first stage has it, and the last one with prediction layers"
-        return self.model.embed_tokens(F.pad(ids, (0, self.mesh.padded(ids.shape[1]) - ids.shape[1])))
+        embedded: Tensor = self.model.embed_tokens(F.pad(ids, (0, self.mesh.padded(ids.shape[1]) - ids.shape[1])))
+        return embedded
 
     def _whole(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Gather [B, S, D] from this rank's part [1, t, D] of tokens [B, S]."""

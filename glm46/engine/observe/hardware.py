@@ -101,11 +101,12 @@ def read_sensor(nvml: ModuleType, handle: object) -> dict[str, float]:
         handle: NVML handle of the GPU.
     """
     row = {}
-    for column, query, scale in (
+    sensors: tuple[tuple[str, Callable[[], float], float], ...] = (
         ("gpu_utilization_ratio", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 1e-2),  # per cent
         ("gpu_temperature_celsius", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 1.0),
         ("gpu_power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e-3),  # milliwatts
-    ):
+    )
+    for column, query, scale in sensors:
         try:
             row[column] = float(query()) * scale
         except nvml.NVMLError:

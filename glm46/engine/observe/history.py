@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm46.files.durable import replace_durably
 
@@ -123,7 +123,7 @@ class History:
         self._file.close()
 
 
-def read_history(path: Path, last_bytes: int | None = None) -> list[dict]:
+def read_history(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """Read all valid rows, or the rows in the last bytes of the file. Truncated and corrupt lines are skipped."""
     with path.open("rb") as file:
         if last_bytes is not None:
@@ -144,11 +144,11 @@ class RunRows(NamedTuple):
     """Rows of one run."""
 
     name: str
-    train: list[dict]
-    validation: list[dict]
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
 
 
-def rows_by_kind(rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+def rows_by_kind(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the training rows and the validation rows."""
     # Rows of older releases have no kind.
     kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]

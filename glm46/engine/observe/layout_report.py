@@ -99,7 +99,7 @@ def _weights(frozen: Mapping[str, Tensor]) -> int:
     return sum(prod(part.shape[:-1]) * columns_of(part, scales[scales_name(name)]) for name, part in local.items())
 
 
-def _memory_lines(held: list, stages: int) -> list[str]:
+def _memory_lines(held: list[Any], stages: int) -> list[str]:
     """Format one line per pipeline rank: its layers, and the smallest and largest memory among its ranks."""
     per_stage = len(held) // stages
     lines = []

@@ -17,4 +17,5 @@ def load_nvml() -> ModuleType | None:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None  # no driver: a machine without a GPU
-    return pynvml
+    library: ModuleType = pynvml
+    return library

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -82,7 +83,7 @@ def _of_validation(panel: Shown, run: RunRows) -> list[str]:
     return sorted(column for column in available if split_column(column)[0] == panel.validation)
 
 
-def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
+def _values(rows: Sequence[dict[str, Any]], columns: tuple[str, ...]) -> list[float]:
     """Return for each row the value of its first available column; NaN (a gap) if it is missing or not finite."""
     values = [next((row[column] for column in columns if column in row), None) for row in rows]
     return [value if isinstance(value, int | float) else _NAN for value in values]

@@ -164,7 +164,9 @@ class Profiler:
             compat.record_allocations(True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Drop a profile that is not complete. After a lack of memory, write a snapshot."""
         if self._request is not None:
             self._request.close()

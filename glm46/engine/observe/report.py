@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from glm46.config.printable import printable
 from glm46.engine.observe.console import ConsoleView, train_line, validation_line
@@ -14,6 +14,9 @@ from glm46.engine.observe.history import ROWS_FILE, History, LineFile, WatchedFo
 from glm46.engine.observe.metrics import find_metric, plain_row
 from glm46.engine.observe.tracker import Tracker
 from glm46.engine.observe.writes import Writes
+
+if TYPE_CHECKING:  # importing it takes a second
+    from torch.utils.tensorboard import SummaryWriter
 
 _MAX_WAITING_WRITES = 10_000
 """Maximum number of writes that wait for storage; see `Writes`."""
@@ -194,7 +197,7 @@ class _TensorBoard:
         self.folder = folder
         self._folders: dict[Kind, Path] = {"train": folder, "validation": folder / "validation"}
         self._writer_type = SummaryWriter
-        self._summary = summary.Summary
+        self._summary = summary.Summary  # type: ignore[attr-defined]  # imported there without an export
         self._purge_step = None if resumed_step is None else resumed_step + 1
         self._writers: dict[Kind, SummaryWriter] = {}
         if resumed_step is None:
@@ -203,7 +206,7 @@ class _TensorBoard:
             if path.exists():  # opening it removes the steps after the restored one
                 self._writer(kind)
 
-    def _writer(self, kind: Kind):
+    def _writer(self, kind: Kind) -> "SummaryWriter":
         if kind not in self._writers:
             self._writers[kind] = self._writer_type(str(self._folders[kind]), purge_step=self._purge_step)
         return self._writers[kind]
@@ -215,7 +218,9 @@ class _TensorBoard:
         summary = self._summary(
             value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         )
-        self._writer(kind).file_writer.add_summary(summary, row["step"], unix_seconds)
+        file_writer = self._writer(kind).file_writer
+        assert file_writer is not None, "only a closed writer has none"
+        file_writer.add_summary(summary, row["step"], unix_seconds)
 
     def write_config(self, text: str) -> None:
         # TensorBoard renders Markdown; indented lines are shown verbatim.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +31,7 @@ def whole_role_table(network: TrainedNetwork) -> list[RoleRow]:
     pipeline = network.cluster.meshes.pipeline
     if pipeline is None:
         return table
-    tables: list = [None] * dist.get_world_size(pipeline)
+    tables: list[Any] = [None] * dist.get_world_size(pipeline)
     dist.all_gather_object(tables, table, group=pipeline)
     return add_role_rows(tables)
 
@@ -51,7 +52,7 @@ def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: Optimize
 
 def add_role_rows(tables: Sequence[Sequence[RoleRow]]) -> list[RoleRow]:
     """Add several tables, for example of pipeline stages."""
-    totals: dict[tuple, list[int]] = {}
+    totals: dict[tuple[Any, ...], list[int]] = {}
     for row in (row for table in tables for row in table):
         total = totals.setdefault((row.rule, row.optimizer, row.weight_decay), [0, 0])
         total[0] += row.tensors

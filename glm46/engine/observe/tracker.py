@@ -86,7 +86,8 @@ class Tracker:
 
     def _stored_id(self) -> str | None:
         with contextlib.suppress(OSError, ValueError):
-            return json.loads((self._folder / ID_FILE).read_text(encoding="utf-8"))["id"]
+            run_id: str = json.loads((self._folder / ID_FILE).read_text(encoding="utf-8"))["id"]
+            return run_id
         return None
 
     def _fail(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Rendered(NamedTuple):
 
     documents: list[ChatDocument]
     """Each has at least one target; empty if no turn of the conversation is a target."""
-    counts: Counter
+    counts: Counter[str]
     """Numbers by description: skipped trailing messages, turns of weight 0, turns without a stop token, no target,
     markers of the format in text."""
 
@@ -136,7 +136,7 @@ def chat_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Mapping] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
     thinking: bool,
     keeps_thoughts: bool = False,
     effort: str = "",
@@ -163,7 +163,7 @@ def chat_reply(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Mapping] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
     thinking: bool,
     keeps_thoughts: bool = False,
 ) -> list[int]:
@@ -184,7 +184,8 @@ def chat_reply(
 
 def _ids_before_turn(pieces: Sequence[ChatPiece], tokenizer: Tokenizer, thinking: bool) -> list[int]:
     opening = [opened_thought(tokenizer, thinking)] if thinking else format_of(tokenizer).empty_thought
-    return _encode([*pieces, *map(ChatPiece, (ASSISTANT, *opening))], tokenizer).ids.tolist()
+    ids: list[int] = _encode([*pieces, *map(ChatPiece, (ASSISTANT, *opening))], tokenizer).ids.tolist()
+    return ids
 
 
 def opened_thought(tokenizer: Tokenizer, thinking: bool) -> str:

@@ -10,7 +10,7 @@ from glm46.storage.chats.conversation import Conversation, Message
 _MARKER = re.compile("|".join(map(re.escape, MARKERS - {NO_THINK})))
 
 
-def conversation_counts(conversation: Conversation, *, has_target: bool) -> Counter:
+def conversation_counts(conversation: Conversation, *, has_target: bool) -> Counter[str]:
     """Return the counts of one conversation by their description, without zeros.
 
     They become `counts` of `glm46.storage.chats.chat.Rendered`.

@@ -129,7 +129,8 @@ _BY_FLAVOR = {
 
 def made_in(settings: Mapping[str, Any]) -> str:
     """Return the name of the format of a source of chats, from the settings in its manifest."""
-    return settings.get(FORMAT_KEY, GLM_45.name)
+    name: str = settings.get(FORMAT_KEY, GLM_45.name)
+    return name
 
 
 def format_of_flavor(flavor: str) -> ChatFormat:

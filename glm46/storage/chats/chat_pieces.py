@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm46.storage.chats.chat_format import (
     ASSISTANT,
@@ -29,7 +29,8 @@ from glm46.storage.chats.chat_format import (
     ChatFormat,
     Marker,
 )
-from glm46.storage.chats.conversation import BadConversation, Message, function_of
+from glm46.storage.chats.chat_rows import BadConversation
+from glm46.storage.chats.conversation import Message, function_of
 
 EFFORTS = {"": "Max", "max": "Max", "high": "High"}
 """Reasoning efforts, as the formats that state them write them."""
@@ -48,7 +49,9 @@ class ChatPiece(NamedTuple):
     """Whether the model samples it."""
 
 
-def opening_pieces(format: ChatFormat, tools: Sequence[Mapping], *, thinking: bool, effort: str) -> list[ChatPiece]:
+def opening_pieces(
+    format: ChatFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool, effort: str
+) -> list[ChatPiece]:
     """Return the pieces before the first message. Raises BadConversation if the format states efforts, but not this
     one.
 
@@ -69,7 +72,7 @@ def opening_pieces(format: ChatFormat, tools: Sequence[Mapping], *, thinking: bo
     return pieces
 
 
-def listed_tools(format: ChatFormat, tools: Sequence[Mapping]) -> str:
+def listed_tools(format: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> str:
     """Return the descriptions of the tools that a prompt lists, one per line."""
     if not format.defers_tools:
         return "".join(f"{_json(tool)}\n" for tool in tools)
@@ -77,7 +80,7 @@ def listed_tools(format: ChatFormat, tools: Sequence[Mapping]) -> str:
     return "".join(_description(function) for function in functions if not function.get("defer_loading"))
 
 
-def _description(function: Mapping) -> str:
+def _description(function: Mapping[str, Any]) -> str:
     keys = (f'"{key}": {_json(value)}' for key, value in function.items() if key not in _HIDDEN_KEYS)
     return f"{{{', '.join(keys)}}}\n"
 
@@ -93,7 +96,7 @@ class MessagePieces:
     format: ChatFormat
     thinking: bool
     """Whether the document or prompt allows thinking."""
-    tools: Sequence[Mapping] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
     """Descriptions of the tools, to which results may refer."""
     keeps_thoughts: bool = False
     """Thoughts before the last user message stay; only for formats that open thoughts."""

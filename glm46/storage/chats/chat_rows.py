@@ -5,7 +5,8 @@ LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 _ROLES = {
     "system": "system",
@@ -40,14 +41,14 @@ def role_of(row: object) -> str | None:
     return _ROLES.get(name) if isinstance(name, str) else None
 
 
-def columns_of(record: Mapping) -> str:
+def columns_of(record: Mapping[str, Any]) -> str:
     """Describe the columns of a line, and the format that they match, for error messages."""
     format = _format_of(record)
     description = f"columns {', '.join(map(str, [*record][:12])) or 'none'}"
     return description if format is None else f'{description}: those of format = "{format}"'
 
 
-def chat_rows(record: Mapping, format: str) -> list:
+def chat_rows(record: Mapping[str, Any], format: str) -> list[Any]:
     """Return the messages of a line in a chat format; for "chat" the columns of the line decide the format. Raises
     BadConversation, with the columns of the line, if it lacks one."""
     format_name = _format_of(record) if format == "chat" else format
@@ -59,18 +60,18 @@ def chat_rows(record: Mapping, format: str) -> list:
     return ROWS[format_name](record)
 
 
-def _format_of(record: Mapping) -> str | None:
+def _format_of(record: Mapping[str, Any]) -> str | None:
     return next(
         (name for name, columns in COLUMNS.items() if all(record.get(column) is not None for column in columns)), None
     )
 
 
-def untrained(rows: Sequence[object]) -> list:
+def untrained(rows: Sequence[object]) -> list[Any]:
     """Mark messages as not trained: an answer inside a prompt is input, not a target."""
     return [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in rows]
 
 
-def message_list(value: object) -> list:
+def message_list(value: object) -> list[Any]:
     """Return the rows of a list that is not empty, or of one that is stored as JSON text.
 
     ``from`` and ``value``, the names in ShareGPT, become ``role`` and ``content``.
@@ -130,7 +131,7 @@ def _is_message(row: object) -> bool:
     return isinstance(name, str) and name in _ROLES and has_content
 
 
-def _prompt_completion_rows(record: Mapping) -> list:
+def _prompt_completion_rows(record: Mapping[str, Any]) -> list[Any]:
     prompt = text_or_messages(record.get("prompt"))
     completion = text_or_messages(record.get("completion"))
     prompt = untrained(message_list(prompt)) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -139,7 +140,7 @@ def _prompt_completion_rows(record: Mapping) -> list:
     return prompt + message_list(completion)
 
 
-def asked_rows(record: Mapping) -> list:
+def asked_rows(record: Mapping[str, Any]) -> list[Any]:
     """Return the messages that an assistant shall answer, from the usual columns of data sets; empty if there is no
     prompt."""
     prompt = text_or_messages(record.get("prompt"))
@@ -153,7 +154,7 @@ def asked_rows(record: Mapping) -> list:
     return _system_row(record) + rows if rows else []
 
 
-def _instruction_rows(record: Mapping) -> list:
+def _instruction_rows(record: Mapping[str, Any]) -> list[Any]:
     rows = _system_row(record)
     history = record.get("history") or []
     if isinstance(history, str):
@@ -176,7 +177,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
 }
 """Columns that each line of a format has; they identify the format."""
-ROWS = {
+ROWS: dict[str, Callable[[Mapping[str, Any]], list[Any]]] = {
     "messages": lambda record: message_list(record["messages"]),
     "sharegpt": lambda record: _system_row(record) + message_list(record["conversations"]),
     "prompt_completion": _prompt_completion_rows,
@@ -184,7 +185,7 @@ ROWS = {
 }
 
 
-def _system_row(record: Mapping) -> list:
+def _system_row(record: Mapping[str, Any]) -> list[Any]:
     return [{"role": "system", "content": record["system"]}] if record.get("system") else []
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
@@ -41,7 +42,7 @@ _PROBE = (
     {"role": "tool", "content": "4"},
 )
 """A prompt in which the formats of the family, of GLM-4 and of other models differ."""
-_OPTIONS: tuple[Mapping, ...] = (
+_OPTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"enable_thinking": False},
     {"clear_thinking": False},

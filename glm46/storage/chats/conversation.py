@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
+from typing import Any
 
 from glm46.storage.chats.chat_rows import BadConversation, chat_rows, decoded, message_list, role_of, text_of
 from glm46.storage.chats.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
@@ -79,7 +80,9 @@ def parse_conversation(record: object, format: str) -> Conversation:
     return Conversation(messages, tools, len(rows) - end, "" if effort is None else str(effort))
 
 
-def parse_prompt(value: object, tools: Sequence[Mapping] = (), *, is_sampled: bool = False) -> tuple[Message, ...]:
+def parse_prompt(
+    value: object, tools: Sequence[Mapping[str, Any]] = (), *, is_sampled: bool = False
+) -> tuple[Message, ...]:
     """Read a prompt that an assistant shall answer: a text of the user, or a list of messages as in ``messages``.
 
     Args:
@@ -155,7 +158,7 @@ def _id_of(value: object) -> str:
     return str(value) if isinstance(value, str | int) else ""
 
 
-def _results(row: object) -> list:
+def _results(row: object) -> list[Any]:
     """Return a row as a list. A tool message with a list of results, as GLM's template accepts them, becomes a row for
     each result. A list of parts with a type is one text."""
     if not isinstance(row, Mapping) or role_of(row) != "tool" or not isinstance(row.get("content"), list):
@@ -239,7 +242,7 @@ def _raise_for_format(text: str, index: int) -> None:
         raise BadConversation(match[0], f"{match[1]!r}, message {index}")
 
 
-def _is_trained(row: Mapping) -> bool:
+def _is_trained(row: Mapping[str, Any]) -> bool:
     weights = [row[key] for key in ("weight", "loss", "train") if row.get(key) is not None]
     if any(value not in (0, 1) for value in weights):
         raise BadConversation("weight is neither 0 nor 1", repr(weights))
@@ -267,7 +270,7 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def parse_tools(value: object) -> tuple[Mapping, ...]:
+def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     """Parse descriptions of tools: a list of objects, or its JSON text. Raises BadConversation if it is something
     else."""
     tools = decoded(value or [], "tools are not JSON")
@@ -277,13 +280,13 @@ def parse_tools(value: object) -> tuple[Mapping, ...]:
     return tuple(tools)
 
 
-def function_of(tool: Mapping) -> Mapping:
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the function that a tool describes: the tool itself, or its ``function``."""
     function = tool.get("function") or tool
     return function if isinstance(function, Mapping) else tool
 
 
-def _raise_for_references(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+def _raise_for_references(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
     names = [function_of(tool).get("name") for tool in tools]
     for index, message in enumerate(messages):
         if absent := [name for name in message.loaded_tools if name not in names]:
@@ -292,7 +295,7 @@ def _raise_for_references(messages: Sequence[Message], tools: Sequence[Mapping])
             )
 
 
-def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
     for index, message in enumerate(messages):
         if message.role == "assistant" and is_bare_call(message.content, tools):
             raise BadConversation(CALL_AS_TEXT, f"JSON, message {index}")

@@ -6,6 +6,7 @@ Training on such text would teach a model to sample characters where servers rea
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 OPEN_THOUGHT = "thought that never ends, or with tags of its own"
 CALL_AS_TEXT = "tool call as text"
@@ -38,7 +39,7 @@ def format_as_text(text: str) -> tuple[str, str] | None:
     return next(((reason, match[0].strip()) for reason, match in matches if match), None)
 
 
-def is_bare_call(answer: str, tools: Sequence[Mapping]) -> bool:
+def is_bare_call(answer: str, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if an entire answer is the JSON of calls of these tools, as Llama 3 writes them."""
     functions = [tool.get("function") or tool for tool in tools]
     names = [entry["name"] for entry in functions if isinstance(entry, Mapping) and entry.get("name")]

@@ -8,6 +8,7 @@ pair whose other half is only its first token. So packing, splits and epochs kee
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from glm46.storage.chats.chat_rows import (
     BadConversation,
@@ -83,7 +84,7 @@ def parse_labelled(record: object) -> tuple[Conversation, bool]:
     return conversation, bool(labels[0])
 
 
-def _turns(half: object, *, may_be_transcript: bool) -> list:
+def _turns(half: object, *, may_be_transcript: bool) -> list[Any]:
     """Return the messages of a half."""
     if not isinstance(half, str):
         return message_list(half if isinstance(half, list) else [half])
@@ -95,7 +96,7 @@ def _turns(half: object, *, may_be_transcript: bool) -> list:
     ]
 
 
-def _shared_prompt(chosen: list, rejected: list) -> tuple[list, list[list]]:
+def _shared_prompt(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[list[Any]]]:
     """Return the messages with which both begin, and the rest of each."""
     shared = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     if shared is None:

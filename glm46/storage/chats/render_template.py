@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,7 +34,9 @@ class TemplateFailed(Exception):
     """A template cannot be rendered; the text gives the reason."""
 
 
-def rendered(template: str, messages: Sequence[Mapping], tools: Sequence[Mapping], options: Mapping) -> str:
+def rendered(
+    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
     """Render a prompt in Jinja's sandbox, with the extensions and filters of transformers.
 
     Args:
@@ -51,7 +54,10 @@ def rendered(template: str, messages: Sequence[Mapping], tools: Sequence[Mapping
 
 
 def rendered_apart(
-    template: str, messages: Sequence[Mapping], tools: Sequence[Mapping], options: Sequence[Mapping]
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]],
 ) -> list[str]:
     """Render prompts in another process, one for each set of options.
 
@@ -70,7 +76,8 @@ def rendered_apart(
     answer = json.loads(process.stdout)
     if "fault" in answer:
         raise TemplateFailed(answer["fault"])
-    return answer["prompts"]
+    prompts: list[str] = answer["prompts"]
+    return prompts
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import cast
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # imported there lazily
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted

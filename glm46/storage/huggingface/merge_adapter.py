@@ -232,7 +232,8 @@ class _Merge:
         for suffix, part in self.scheme.boxes(shape, box).items():
             parts[suffix] = parts[suffix].to(written.records[name + suffix].dtype)
             written.write(name + suffix, part, parts[suffix])
-        return self.scheme.dequantise(parts, shape, ((0, values.shape[0]), box[1]))
+        stored: Tensor = self.scheme.dequantise(parts, shape, ((0, values.shape[0]), box[1]))
+        return stored
 
     def small_files(self, base: Path, errors: dict[str, dict[str, float]]) -> dict[str, bytes]:
         """Return the content of all files without tensors, by name."""

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
 from glm46.storage.chats.chat_format import format_of_flavor
-from glm46.storage.chats.chat_template import TEMPLATE_FILE, chat_template, missing_markers
+from glm46.storage.chats.chat_template import TEMPLATE_FILE, missing_markers
+from glm46.storage.chats.template_text import chat_template
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_file
 from glm46.storage.data.tokenizer_hf import byte_characters, parts_below
 from glm46.storage.huggingface.config_json import stated_ids
@@ -88,11 +90,11 @@ def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     return files
 
 
-def _json(value: dict) -> bytes:
+def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
-def _tokenizer_json(tokenizer: Tokenizer) -> dict:
+def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     character = byte_characters()
     written = {piece: "".join(character[byte] for byte in piece) for piece in tokenizer.ranks}
     merges = []

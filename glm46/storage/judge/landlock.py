@@ -54,7 +54,8 @@ def landlock_version() -> int:
     unknown."""
     if not has_call_numbers():
         return 0
-    return max(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG), 0)
+    version: int = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)
+    return max(version, 0)
 
 
 def ruleset_of(folder: str, access: Access) -> int:
@@ -99,4 +100,5 @@ def _allow(ruleset: int, place: str, rights: int) -> None:
 def _system_call(number: int, first: int, second: int, third: int) -> int:
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.argtypes = [ctypes.c_long] * 5
-    return call(number, first, second, third, 0)
+    status: int = call(number, first, second, third, 0)
+    return status

@@ -70,7 +70,7 @@ def run_limited(
         return ProgramEnd(status, stdout.read().decode(errors="replace"), lines[-1] if lines else "")
 
 
-def status_of(process: subprocess.Popen) -> int | None:
+def status_of(process: subprocess.Popen[bytes]) -> int | None:
     """Return the exit code of a limited process, or the negative number of the signal that ended it, which bubblewrap
     reports as 128 plus the number; None while it runs."""
     status = process.poll()
@@ -90,7 +90,7 @@ def limited_process(
     stdout: _File,
     stderr: _File,
     pass_fds: Sequence[int] = (),
-) -> Iterator[subprocess.Popen]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start Python in its own session with the limits of `run_limited`; it is killed at the end of the context.
 
     Args:

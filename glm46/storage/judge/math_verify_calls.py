@@ -30,7 +30,8 @@ class MathVerify:
 
     def parse(self, text: str, seconds: int | None) -> list[Parsed]:
         """Return what math-verify reads in an expression."""
-        return parse(f"\\boxed{{{text}}}", [self._config], parsing_timeout=seconds)
+        parsed: list[Parsed] = parse(f"\\boxed{{{text}}}", [self._config], parsing_timeout=seconds)
+        return parsed
 
     def are_equal(self, result: str, other: str, seconds: int | None) -> bool | None:
         """Return True if two expressions are equal; None if one of them cannot be read."""

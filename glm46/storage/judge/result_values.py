@@ -59,7 +59,7 @@ _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
 _COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|bf|rm)\s*"
 
 
-def _repeating(match: re.Match) -> str:
+def _repeating(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction."""
     before = f"0{match[1]}{match[2]}"
     return rf"\frac{{{int(before + match[3]) - int(before)}}}{{{10 ** len(match[2]) * (10 ** len(match[3]) - 1)}}}"
@@ -342,7 +342,7 @@ def _sum(parts: list[Quantity | None]) -> Quantity | None:
     return None if first is None else Quantity(total, first.unit)
 
 
-def _value(match: re.Match) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     part = match.groupdict()
     if part["whole"]:
         up = int(part["up"] or part["up2"])

@@ -104,7 +104,7 @@ def ratio_of(unit: str, other: str) -> Fraction | int | None:
     return 1 if fewer <= more and ("/" in fewer) == ("/" in more) else None
 
 
-def measured(unit: str) -> tuple[Fraction | None, Counter]:
+def measured(unit: str) -> tuple[Fraction | None, Counter[str]]:
     """Return the size of a unit in base units, None if it is unknown, and their powers: 1000/3600 and m/s for km/h."""
     size = Fraction(1)
     powers = Counter[str]()

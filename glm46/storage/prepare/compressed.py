@@ -7,9 +7,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from glm46.config.errors import UserError
+
+if TYPE_CHECKING:  # only in the stubs of type checkers
+    from _typeshed import WriteableBuffer
 
 with suppress(ImportError):  # optional: the extra [data]; `input_files` refuses such a file without it
     import zstandard
@@ -84,12 +87,13 @@ class _Decompressed(io.RawIOBase):
         """Return True."""
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         """Fill a buffer; return the number of bytes, 0 at the end."""
         if not self._chunk:
             self._chunk = memoryview(next(self._chunks, b""))
-        size = min(len(buffer), len(self._chunk))
-        buffer[:size] = self._chunk[:size]
+        room = memoryview(buffer)
+        size = min(len(room), len(self._chunk))
+        room[:size] = self._chunk[:size]
         self._chunk = self._chunk[size:]
         return size
 

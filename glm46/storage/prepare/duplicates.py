@@ -185,7 +185,7 @@ def join(firsts: np.ndarray, documents: np.ndarray, partners: np.ndarray) -> Non
 
 def _first_of_group(firsts: np.ndarray, documents: np.ndarray) -> np.ndarray:
     while True:
-        nearer = firsts[documents]
+        nearer: np.ndarray = firsts[documents]
         further = firsts[nearer]
         if np.array_equal(nearer, further):
             return nearer

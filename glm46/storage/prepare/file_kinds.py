@@ -5,6 +5,7 @@ from io import BytesIO
 from itertools import islice
 from json import detect_encoding, dumps
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError
 from glm46.storage.prepare.compressed import COMPRESSED_SUFFIXES, inner_suffix, is_compressed, opened
@@ -121,7 +122,7 @@ def _is_rows(text: str, fields: Fields) -> bool:
     return has_text or (not fields.json_is_text and (is_array or len(first_rows) == 2))
 
 
-def _refuse_object_of_rows(file: Path, value: dict, fields: Fields) -> None:
+def _refuse_object_of_rows(file: Path, value: dict[str, Any], fields: Fields) -> None:
     """Raise UserError if the only value of a file is an object with rows under one of its keys."""
     for key, rows in value.items():
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):

@@ -16,7 +16,7 @@ import numpy as np
 from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.storage.chats.chat import ChatDocument, ChatOptions, render, render_pair
-from glm46.storage.chats.conversation import BadConversation
+from glm46.storage.chats.chat_rows import BadConversation
 from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
 from glm46.storage.chats.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY

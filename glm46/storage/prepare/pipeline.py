@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
@@ -162,7 +162,7 @@ def _files_and_bytes(files: int, size: int) -> str:
     return f"{counted(files, 'file')}, {amount(size, 'B')}"
 
 
-def _settings(recipe: TextRecipe) -> dict:
+def _settings(recipe: TextRecipe) -> dict[str, Any]:
     """Return the keys that decide the bytes of the shards. Texts are identified by name, the tokenizer by its hash."""
     without_effect = {"output", "processes", "max_bad", "tokenizer"}
     return recipe.model_dump(mode="json", exclude=without_effect) | {"deduplicate": recipe.duplicates}
@@ -246,7 +246,7 @@ def _prepare(
     return load_manifest(output)
 
 
-def _recorded_settings(recipe: TextRecipe, tokenizer: Tokenizer, listing: list) -> dict:
+def _recorded_settings(recipe: TextRecipe, tokenizer: Tokenizer, listing: list[Any]) -> dict[str, Any]:
     """Return the settings of the manifest: the keys of the recipe, and facts on which the result depends too."""
     settings = _settings(recipe) | {
         "pipeline": PIPELINE,
@@ -302,7 +302,7 @@ def _make_parts(
     return [piece.file for stem in stems for piece in finished_pieces(stem, key)], Tally.total(tallies)
 
 
-def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
+def _refuse_bad(bad: dict[str, list[Any]], recipe: TextRecipe) -> None:
     number = sum(count for count, _ in bad.values())
     # Unreadable files of embedded sources are not an error: the user did not choose them.
     if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
@@ -337,12 +337,12 @@ def _publish(partial: Path, output: Path) -> None:
     sync_folder(output.parent)
 
 
-def _key(*facts) -> str:
+def _key(*facts: object) -> str:
     """Hash everything that the result depends on."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _listing(files: Sequence[Path]) -> list:
+def _listing(files: Sequence[Path]) -> list[Any]:
     """Return names, sizes and times of files: unfinished work on changed text is not reused."""
     stats = ((str(file), os.stat(file)) for file in files)
     return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]

@@ -8,7 +8,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from glm46.config.text_recipe import LABELLED, PAIRS, Recipe
-from glm46.storage.chats.conversation import BadConversation, Conversation, Message, parse_conversation
+from glm46.storage.chats.chat_rows import BadConversation
+from glm46.storage.chats.conversation import Conversation, Message, parse_conversation
 from glm46.storage.chats.pairs import parse_labelled, parse_pair
 
 # Reason for skipping a document that holds only white space.

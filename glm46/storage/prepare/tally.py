@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from glm46.storage.prepare.readers import with_line
 
@@ -14,9 +15,9 @@ class Tally:
     """Counts of unreadable (``bad``) and filtered documents or conversations by reason, and of other events in
     conversations (``noted``), with the first places of each reason."""
 
-    bad: dict[str, list] = field(default_factory=dict)
-    filtered: dict[str, list] = field(default_factory=dict)
-    noted: dict[str, list] = field(default_factory=dict)
+    bad: dict[str, list[Any]] = field(default_factory=dict)
+    filtered: dict[str, list[Any]] = field(default_factory=dict)
+    noted: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
     def total(cls, tallies: "Mapping[int, Tally]") -> "Tally":
@@ -27,7 +28,7 @@ class Tally:
         return total
 
     @staticmethod
-    def count(table: dict[str, list], reason: str, places: list[str], number: int = 1) -> None:
+    def count(table: dict[str, list[Any]], reason: str, places: list[str], number: int = 1) -> None:
         """Add a count to one of the tables."""
         entry = table.setdefault(reason, [0, []])
         entry[0] += number
@@ -48,7 +49,7 @@ class Tally:
         return "\n".join([*self.skipped(), *_lines(self.noted)])
 
 
-def _lines(table: dict[str, list]) -> list[str]:
+def _lines(table: dict[str, list[Any]]) -> list[str]:
     return [
         f"{reason}: {number}" + (f", such as {named(places)}" if places else "")
         for reason, (number, places) in table.items()

@@ -18,7 +18,11 @@ _BLOCKED_IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGU
 
 
 def call_in_workers(
-    workers: int, start: Callable[..., None], arguments: tuple, function: Callable[..., Any], items: Sequence[tuple]
+    workers: int,
+    start: Callable[..., None],
+    arguments: tuple[Any, ...],
+    function: Callable[..., Any],
+    items: Sequence[tuple[Any, ...]],
 ) -> Generator[tuple[int, Any], None, None]:
     """Call ``function(*item)`` for each item in worker processes that first call ``start(*arguments)``.
 
@@ -51,7 +55,9 @@ def call_in_workers(
             end_worker(process)
 
 
-def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, BaseProcess]:
+def start_worker(
+    start: Callable[..., Any], arguments: tuple[Any, ...], function: Callable[..., Any]
+) -> tuple[Connection, BaseProcess]:
     """Start a process that calls ``start(*arguments)``, then ``function(*item)`` for each ``(number, item)`` that it
     receives.
 
@@ -97,7 +103,9 @@ def _result(connection: Connection, process: BaseProcess) -> tuple[int, Any]:
     return number, result
 
 
-def _work(connection: Connection, start: Callable, arguments: tuple, function: Callable) -> None:
+def _work(
+    connection: Connection, start: Callable[..., Any], arguments: tuple[Any, ...], function: Callable[..., Any]
+) -> None:
     _begin_session()
     worker_id = os.getpid()
 
@@ -116,7 +124,7 @@ def _work(connection: Connection, start: Callable, arguments: tuple, function: C
             connection.send((number, result, None))
 
 
-def _tasks(connection: Connection) -> Iterator[tuple[int, tuple]]:
+def _tasks(connection: Connection) -> Iterator[tuple[int, tuple[Any, ...]]]:
     with suppress(EOFError):  # the parent exited
         while True:
             yield connection.recv()
