@@ -39,7 +39,9 @@ Arguments: timeout, group.
 def sum_over_named_group(x: Tensor, group_name: str) -> Tensor:
     """Return the sum of a tensor over the ranks of a process group, given by its name, as custom operators take it.
     Collective."""
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group_name))
+    arriving = torch.ops._c10d_functional.all_reduce(x, "sum", group_name)
+    total: Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
+    return total
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from glm46.config.field_rules import OF_TEXT, AtMost, Excludes
-from glm46.config.indexer import IndexerTraining
 from glm46.config.hub_address import OnHub
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.config.section import CountOrAll, Section, StoredPath
 from glm46.config.text_recipe import Recipe

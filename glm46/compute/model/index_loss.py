@@ -7,12 +7,12 @@ they are compared with.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from glm46 import compat
+from glm46.compat import FunctionContext, sum_over_named_group
 from glm46.compute.model.indexer import IndexTensors, KeySpans, best_keys, query_chunks
 
 _MAX_ELEMENTS = 2**26
@@ -69,8 +69,8 @@ def index_loss(
         FP32 [2]: the loss summed over real queries, with a gradient; and, if `chosen_NK` is None, the sum of the target
         on the ``top_k`` best keys, without gradient, else 0. With divided heads, the sums over this rank's queries.
     """
-    losses, *_ = index_loss_operator(*index, *attention, *spans, chosen_NK, is_real_N, top_k, *heads)
-    return losses
+    results: tuple[Tensor, ...] = index_loss_operator(*index, *attention, *spans, chosen_NK, is_real_N, top_k, *heads)
+    return results[0]
 
 
 def _chunks(
@@ -162,7 +162,7 @@ class _Totals(NamedTuple):
 
 
 def _sum_over_heads(target_nM: Tensor, group_name: str) -> Tensor:
-    return compat.sum_over_named_group(target_nM, group_name) if group_name else target_nM
+    return sum_over_named_group(target_nM, group_name) if group_name else target_nM
 
 
 @torch.library.custom_op("glm46::index_loss", mutates_args=())
@@ -211,11 +211,11 @@ def _(q_NGJ: Tensor, k_TJ: Tensor, weights_NG: Tensor, *_: object) -> tuple[Tens
     return losses, torch.empty_like(q_NGJ), torch.empty_like(k_TJ), torch.empty_like(weights_NG)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: FunctionContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
 
 
-def _gradients(ctx: Any, grad_losses: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: FunctionContext, grad_losses: Tensor, *_: object) -> tuple[Tensor | None, ...]:
     gradients = [gradient * grad_losses[0].to(gradient.dtype) for gradient in ctx.saved_tensors]
     return *gradients, *[None] * 12
 

@@ -46,7 +46,7 @@ class MTPLayer(nn.Module):
             index_losses: see `TransformerBlock.forward`.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        output = self.block(x, rope, layout, is_real, options, index_losses=index_losses)
+        output: LayerOutput = self.block(x, rope, layout, is_real, options, index_losses=index_losses)
         return output._replace(hidden=self.norm(output.hidden))
 
 
