@@ -1,5 +1,8 @@
 """Sparse latent attention of GLM-5: each query attends to the keys that an indexer chose for it.
 
+It has three forms, by the longest document of a batch: the dense core of latent attention where no key can be left
+unchosen; `masked_attention` of all keys of a document; and `chosen_attention` of gathered rows.
+
 Source: DeepSeek-V3.2 (technical report, section 2.1) and `GlmMoeDsa` of `transformers`. Shape letters: N queries, T
 keys, H heads, K chosen keys of a query, L = kv_lora_rank, W = width of the row of a token: L and the rotated key.
 """
@@ -16,6 +19,7 @@ from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.index_loss import AttentionInputs, HeadShare, index_loss
 from glm46.compute.model.indexer import Indexer, IndexTensors, choose_keys, key_spans
 from glm46.compute.model.latent_attention import LatentAttention
+from glm46.compute.model.masked_attention import masked_attention
 from glm46.config.model import ModelShape
 
 _MAX_GATHERED = 2**25
@@ -75,6 +79,7 @@ class SparseLatentAttention(LatentAttention):
         super().__init__(shape)
         assert shape.index_topk is not None
         self.top_k = shape.index_topk
+        self.longest_masked = _longest_masked(shape)
         self.indexer = Indexer(shape) if has_indexer else None
         self.gather_keys: GatherKeys = local_keys
         self.cached_core: SparseCore | None = None
@@ -167,7 +172,14 @@ class SparseLatentAttention(LatentAttention):
                 spans = key_spans(layout, B, S, q.device)
                 chosen = choose_keys(tensors.q_NGJ, keys, tensors.weights_NG, *spans, self.top_k)
         assert chosen is not None, "the first layer has an indexer"
-        out = self.attend_to_chosen(q.flatten(0, 1), self.gather_keys(rows, layout), chosen, self.weight_by_head())
+        rows_TW = self.gather_keys(rows, layout)
+        q_NHC = q.flatten(0, 1)
+        if longest_run <= self.longest_masked:
+            k, v = self.expand(rows_TW.view(1, -1, 1, rows_TW.shape[-1]))
+            queries_per_row = S if layout is None or layout.exchange is None else 0
+            out, _ = masked_attention(q_NHC, k[0], v[0], chosen, [queries_per_row, longest_run])
+        else:
+            out = self.attend_to_chosen(q_NHC, rows_TW, chosen, self.weight_by_head())
         return out.view(q.shape), chosen
 
     def attend_to_chosen(self, q_NHC: Tensor, rows_TW: Tensor, chosen_NK: Tensor, weight_HCL: Tensor) -> Tensor:
@@ -189,6 +201,18 @@ class SparseLatentAttention(LatentAttention):
 
 def _same(index: IndexTensors) -> IndexTensors:
     return index
+
+
+def _longest_masked(shape: ModelShape) -> int:
+    """Return the tokens of the longest document for which a mask over all keys needs no more FLOPs than gathered rows.
+
+    FLOPs of a query and head: of gathered rows, 2 W K for the scores and 2 L K for the values. With a mask, 2 C and 2 C
+    for each key of the document up to the query, and a query has S / 2 of them on average: 2 C S. These are equal at
+    S = K (W + L) / C, 8,704 tokens for GLM-5. The products outside are the same: a mask expands the rows to keys and
+    values; gathered rows need no keys and values, but products of the same size for queries and results.
+    """
+    assert shape.index_topk and shape.latent_width and shape.kv_lora_rank
+    return shape.index_topk * (shape.latent_width + shape.kv_lora_rank) // shape.head_dim
 
 
 def _chunks(num_queries: int, num_chosen: int, width: int) -> list[slice]:

@@ -17,6 +17,7 @@ from glm46.compute.model.attention_runs import block_attention
 from glm46.compute.model.experts import grouped_mm
 from glm46.compute.model.index_loss import index_loss_operator
 from glm46.compute.model.indexer import choose_keys
+from glm46.compute.model.masked_attention import masked_attention
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.sparse_attention import chosen_attention
 from glm46.compute.model.transformer import Transformer
@@ -30,6 +31,7 @@ _OPERATORS = {
         choose_keys._opoverload,
         chosen_attention._opoverload,
         index_loss_operator._opoverload,
+        masked_attention._opoverload,
         compat.VARLEN_OPERATOR,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,

@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-from glm46.compute.model import indexer, sparse_attention
+from glm46.compute.model import indexer, masked_attention, sparse_attention
 from glm46.compute.model.attention_layout import attention_layout
+from glm46.compute.model.attention_runs import plain_attention, plain_attention_backward
 from glm46.compute.model.indexer import Indexer, best_keys, choose_keys, index_scores, key_spans
 from glm46.compute.model.rope import rotate
 from glm46.compute.model.sparse_attention import SparseLatentAttention, chosen_attention
-from glm46.config.presets import indexer_types
+from glm46.config.presets import PRESETS, indexer_types
 from tests.builders import random_batch, random_model, tiny_shape
 
 # FP32 has 6e-8 of rounding; some hundred operations in another order give about 1e-6.
@@ -116,7 +117,7 @@ def relative_error(actual, expected):
 
 
 @pytest.mark.parametrize("types", [None, SHARED], ids=["an indexer in each layer", "shared choices"])
-@pytest.mark.parametrize("top_k", [8, 24, LENGTH, 100])
+@pytest.mark.parametrize("top_k", [8, 24, 40, LENGTH, 100])  # two of gathered rows, one with a mask, two dense
 def test_logits_loss_and_every_gradient_equal_transformers(top_k, types, monkeypatch):
     model = random_model(sparse_shape(index_topk=top_k, indexer_types=types), seed=3)
     reference = reference_of(model)
@@ -326,6 +327,101 @@ def test_attention_of_chosen_rows_equals_masked_attention_with_its_gradients(ele
     torch.testing.assert_close(actual, wanted)
 
 
+def take_form(model, form):
+    """Let all layers attend to chosen keys with a mask, or to gathered rows, whatever the length of documents."""
+    for module in model.modules():
+        if isinstance(module, SparseLatentAttention):
+            module.longest_masked = {"mask": 10**6, "gather": 0}[form]
+
+
+def loss_and_gradients(model, form, batch):
+    take_form(model, form)
+    model.zero_grad()
+    sums = model(**batch)
+    sums.loss.backward()
+    return sums.loss.detach(), gradients(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("kernels", ["of the CPU", "matrix products"])
+@pytest.mark.parametrize("case", ["rows", "documents", "shared prefix"])
+def test_a_mask_and_gathered_rows_give_the_same_loss_and_gradients(case, kernels, monkeypatch):
+    """Rows of two chunks of queries; documents, of which most begin inside a chunk; and keys in another order."""
+    if kernels == "matrix products":
+        monkeypatch.setattr(masked_attention, "_kernels", lambda _: (plain_attention, plain_attention_backward))
+    monkeypatch.setattr(masked_attention, "_MAX_QUERIES", 48)
+    model = random_model(sparse_shape(indexer_types=SHARED), seed=1)
+    if case == "rows":
+        batch = random_batch(model.shape, length=LENGTH)
+    else:
+        batch, documents, positions = packed(model.shape)
+        batch |= dict(document_ids=documents, positions=positions)
+    if case == "shared prefix":
+        prefixes = torch.where(documents >= 2, 1, -1)
+        batch["layout"] = attention_layout(documents, documents.shape, None, prefix_ids=prefixes)
+    loss, grads = loss_and_gradients(model, "mask", batch)
+    wanted_loss, wanted_grads = loss_and_gradients(model, "gather", batch)
+    assert relative_error(loss, wanted_loss) < TOLERANCE
+    assert set(grads) == set(wanted_grads)
+    errors = {name: relative_error(grads[name], wanted_grads[name]) for name in grads}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] < TOLERANCE, (worst, errors[worst])
+
+
+def forms_of(model, **arguments):
+    """Names of the forms in which the layers attend."""
+    forms = set()
+    with pytest.MonkeyPatch.context() as patches:
+        for name in ("masked_attention", "chosen_attention"):
+            operator = getattr(sparse_attention, name)
+            patches.setattr(sparse_attention, name, lambda *x, n=name, o=operator: (forms.add(n), o(*x))[1])
+        with torch.no_grad():
+            model(**arguments)
+    return forms
+
+
+def test_the_form_depends_on_the_longest_document():
+    shape = sparse_shape(num_hidden_layers=2)
+    assert (shape.index_topk, shape.latent_width, shape.kv_lora_rank, shape.head_dim) == (8, 48, 32, 40)
+    model = random_model(shape)
+    forms = {n: forms_of(model, input_ids=torch.arange(2 * n).view(2, n)) for n in (8, 9, 16, 17)}
+    # 8 keys x (48 + 32) / 40 = 16 tokens
+    assert forms == {8: set(), 9: {"masked_attention"}, 16: {"masked_attention"}, 17: {"chosen_attention"}}
+
+
+def test_the_form_does_not_depend_on_the_length_of_rows():
+    """Layouts round the longest document up to a power of two. All documents of a batch have one form."""
+    model = random_model(sparse_shape(num_hidden_layers=2, index_topk=256))
+    wanted = {256: set(), 257: {"masked_attention"}, 512: {"masked_attention"}, 513: {"chosen_attention"}}
+    for length, form in wanted.items():
+        batch, documents, positions = packed(model.shape, lengths=(100, length, 50))
+        arguments = dict(document_ids=documents, positions=positions)
+        assert forms_of(model, input_ids=batch["input_ids"], **arguments) == form
+
+
+@pytest.mark.parametrize("rows_in_order", [True, False])
+@pytest.mark.parametrize("most_queries", [1, 7, 128])
+def test_a_mask_reaches_from_the_start_of_the_longest_document(most_queries, rows_in_order, monkeypatch):
+    """Every query chooses all of its document: the first key of the longest one is the furthest from its query."""
+    monkeypatch.setattr(masked_attention, "_MAX_QUERIES", most_queries)
+    lengths = torch.tensor([5, 31, 12, 22])
+    end = lengths.cumsum(0)
+    document = torch.arange(4).repeat_interleave(lengths)
+    token = torch.arange(70)
+    first = (end - lengths)[document]
+    keys = first.unsqueeze(1) + torch.arange(31)
+    chosen = keys.where(keys <= token.unsqueeze(1), -1).int()
+    q, k, v = torch.randn(3, 70, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = (document.unsqueeze(1) == document) & (token.unsqueeze(1) >= token)
+    expected, log_sum = plain_attention(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), mask.unsqueeze(0))
+    out, sums = masked_attention.masked_attention(q, k, v, chosen, [70 if rows_in_order else 0, 31])
+    torch.testing.assert_close(out, expected[0].transpose(0, 1))
+    torch.testing.assert_close(sums, log_sum[0].t())
+
+
+def test_published_models_attend_with_a_mask_up_to_about_nine_thousand_tokens():
+    assert {sparse_attention._longest_masked(PRESETS[name]) for name in ("GLM-5", "GLM-5.1", "GLM-5.2")} == {8704}
+
+
 def test_operators_work_under_tracing():
     q = torch.randn(6, 2, 8)
     rows = torch.randn(9, 8)
@@ -333,6 +429,9 @@ def test_operators_work_under_tracing():
     index = torch.randn(6, 2, 4), torch.randn(6, 4), torch.randn(6, 2)
     torch.library.opcheck(choose_keys, (*index, torch.zeros(6).long(), torch.arange(1, 7), 6, 3))
     torch.library.opcheck(chosen_attention, (q.requires_grad_(), rows.requires_grad_(), chosen, 5, 0.5))
+    keys, values = torch.randn(2, 9, 2, 8).unbind()
+    operands = q, keys.requires_grad_(), values.requires_grad_(), chosen
+    torch.library.opcheck(masked_attention.masked_attention, (*operands, [0, 9]))
 
 
 def test_no_tensor_of_queries_times_keys_exists(monkeypatch):
@@ -357,6 +456,26 @@ def test_no_tensor_of_queries_times_keys_exists(monkeypatch):
     random_model(shape)(**random_batch(shape, rows=1, length=1000)).loss.backward()
     assert len(sizes) > 100
     assert max(sizes) <= limit
+
+
+def test_a_mask_covers_a_chunk_of_queries_and_the_longest_document(monkeypatch):
+    """In a row of many documents, too, and backward."""
+    sizes = []
+    mask = masked_attention._mask
+    monkeypatch.setattr(masked_attention, "_mask", lambda *x: (sizes.append(mask(*x).shape), mask(*x))[1])
+    monkeypatch.setattr(masked_attention, "_MAX_QUERIES", 16)
+    shape = sparse_shape(num_hidden_layers=1, first_k_dense_replace=1)
+    batch, documents, positions = packed(shape, lengths=(150,) * 10)
+    model = random_model(shape)
+    take_form(model, "mask")
+    model(**batch, document_ids=documents, positions=positions).loss.backward()
+    assert len(sizes) == 2 * -(-1500 // 16)
+    assert max(queries for _, queries, _ in sizes) == 16
+    assert max(keys for *_, keys in sizes) == 256 + 15  # the longest document is rounded up to 256
+    sizes.clear()
+    monkeypatch.setattr(masked_attention, "_MAX_SCORES", 2**12)
+    model(**batch, document_ids=documents, positions=positions).loss.backward()
+    assert 0 < max(queries * keys * shape.num_attention_heads for _, queries, keys in sizes) <= 2**12
 
 
 def test_modules_have_the_released_names():
