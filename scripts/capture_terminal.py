@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-_LINES, _COLUMNS = 30, 150
+_LINES, _COLUMNS = 24, 120
 """Of the terminal."""
 
 

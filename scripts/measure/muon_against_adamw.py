@@ -103,7 +103,7 @@ def best_curves_svg(lines: list[dict]) -> str:
     points = [point for curve in curves_shown for point in curve]
     most = max(tokens for tokens, _ in points)
     least, highest = min(loss for _, loss in points) - 0.1, max(loss for _, loss in points) + 0.1
-    width, height, left, right, top, bottom = 720, 420, 60, 700, 20, 360
+    width, height, left, right, top, bottom = 740, 420, 60, 700, 20, 360
 
     def across(tokens: float) -> str:
         return f"{left + tokens / most * (right - left):.1f}"
