@@ -70,10 +70,10 @@ class RolloutConfig(Section):
     samples, by mtp.loss_weight."""
 
     max_staleness: Annotated[int, _SERVED] = Field(0, ge=0)
-    """Largest number of rollouts by which the weights that generate a sample may be older than the weights that it
-    first trains. 0: servers and trainer take turns. 1: the servers generate the next rollout while this one trains.
-    More: this many rollouts are generated ahead, and long samples continue across updates, each token from the weights
-    that are loaded at that time. Without servers it is 0: the same ranks generate and train."""
+    """Maximum age of the weights that generate a sample, in rollouts. 0: servers and trainer take turns. 1: the servers
+    generate the next rollout while this one trains. More: this many rollouts are generated ahead, and long samples
+    continue across updates, each token from the weights that are loaded at that time. Without servers it is 0: the same
+    ranks generate and train."""
 
     when_stale: Annotated[
         Literal["wait", "drop"],
