@@ -73,11 +73,12 @@ def test_a_layout_with_its_tensors_on_a_device_equals_one_process(case_row, rank
     assert differences(row, BOUNDS) == []
 
 
-def test_the_host_waits_once_per_step_and_once_per_layer_with_distributed_experts():
+@pytest.mark.parametrize(("ranks", "name", "waits"), [
+    (2, "ep2", [1, 10]), pytest.param(1, "fsdp", [1], marks=pytest.mark.thorough),
+])  # fmt: skip
+def test_the_host_waits_once_per_step_and_once_per_layer_with_distributed_experts(ranks, name, waits):
     """In BF16 with the flash kernel's operands. The layout with distributed experts has five such layers and two
     micro-batches."""
-    (one,), (distributed, _) = run_ranks(count_waits, 1, "fsdp"), run_ranks(count_waits, 2, "ep2")
-    assert [*one["waits"].values()] == [1], one
-    assert sorted(distributed["waits"].values()) == [1, 10], distributed
-    for row in (one, distributed):
-        assert len(row["waits_of_a_save"]) == 1, row
+    row = run_ranks(count_waits, ranks, name)[0]
+    assert sorted(row["waits"].values()) == waits, row
+    assert len(row["waits_of_a_save"]) == 1, row

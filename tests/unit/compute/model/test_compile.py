@@ -84,12 +84,19 @@ def test_compiled_block_equals_eager_without_break_or_recompilation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[(1, 72), (1, 96), (1, 48), (1, 120)], [(3, 24), (5, 24), (2, 24), (4, 24)]])
-def test_rollouts_compile_no_layer_again(sizes, tiny_shape, random_model, relative_error, monkeypatch):
+@pytest.mark.parametrize(("backend", "dense_layers", "sizes"), [
+    ("eager", 0, [(1, 72), (1, 96), (1, 48)]),  # guards of the code, without those of its derivative
+    ("aot_eager", 1, [(1, 72), (1, 96), (1, 48), (1, 120)]), ("aot_eager", 1, [(3, 24), (5, 24), (2, 24), (4, 24)]),
+])  # fmt: skip
+def test_rollouts_compile_no_layer_again(
+    backend, dense_layers, sizes, tiny_shape, random_model, relative_error, monkeypatch
+):
     """Each has other numbers of tokens or rows, documents and shared prompts, which `[rl]` first computes without
     gradient."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    shape = tiny_shape(
+        num_hidden_layers=dense_layers + 1, first_k_dense_replace=dense_layers, num_nextn_predict_layers=0
+    )
     model, compiled = random_model(shape), random_model(shape)
     torch._dynamo.reset()
     layer_compile.apply(compiled, whole_graphs=True, sizes_vary=True)
@@ -115,11 +122,13 @@ def test_rollouts_compile_no_layer_again(sizes, tiny_shape, random_model, relati
 def test_documents_of_other_lengths_compile_no_layer_of_a_gpu_again(tiny_shape, monkeypatch):
     """On the meta device in BF16, where layers call the flash kernel. It takes the length of the longest document as an
     integer, which the core of a CPU does not need."""
-    counted = CompileCounterWithBackend("aot_eager")
+    counted = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
     torch._dynamo.reset()
     with torch.device("meta"):
-        model = Transformer(tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)).bfloat16()
+        model = Transformer(
+            tiny_shape(num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0)
+        ).bfloat16()
         ids = torch.zeros(1, 512, dtype=torch.int64)
     layer_compile.apply(model, whole_graphs=True)
     for lengths in ([128] * 4, [129, 383], [100, 156, 256], [512], [1] * 512, [320, 192]):
@@ -135,7 +144,7 @@ def test_a_stage_of_text_compiles_no_layer_again_for_its_rope_scaling(tiny_shape
     shape = tiny_shape(num_hidden_layers=2, first_k_dense_replace=1)
     block = random_model(shape).layers["0"]
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend="eager")
     stages = [(None, None), (None, LINEAR), (None, YARN), (5, None), (7, YARN), (9, LINEAR), (None, YARN), (3, None)]
     for stage, (window, scaling) in enumerate(stages):
         of_stage = shape.model_copy(update={"sliding_window": window, "rope_scaling": scaling})

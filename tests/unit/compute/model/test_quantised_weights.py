@@ -1,5 +1,6 @@
 """A base in 8 or 4 bits: bit for bit the model of a base that holds the converted weights, and less memory."""
 
+from functools import partial
 from statistics import NormalDist
 
 import pytest
@@ -228,18 +229,14 @@ def test_nf4_loses_less_than_with_the_published_double_quantisation(degrees):
     assert torch.allclose(found[2], edges[2], rtol=0.07)
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    monkeypatch.setattr(quantised_weights, "_one_kernel", None)
-    torch._dynamo.reset()
-    yield let_conversions_compile
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
+# Guards and the traced operators do not depend on the back end. Whether the kernel of Inductor has the same bits does.
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("base_dtype", ["int4", "nf4"])
-def test_one_kernel_converts_to_the_same_bits_and_is_compiled_once(base_dtype, dtype, compiled):
+def test_one_kernel_converts_to_the_same_bits_and_is_compiled_once(base_dtype, dtype, backend, monkeypatch):
+    monkeypatch.setattr(quantised_weights, "_one_kernel", None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
     torch.manual_seed(0)
     weights = [quantise_base(torch.randn(shape) * 0.05, base_dtype) for shape in ((64, 128), (4, 96, 256), (3, 64))]
     every_byte, groups = torch.arange(256, dtype=torch.uint8).view(4, 64), 128 // BASE_FORMATS[base_dtype].columns
@@ -248,7 +245,7 @@ def test_one_kernel_converts_to_the_same_bits_and_is_compiled_once(base_dtype, d
         scales = torch.tensor([torch.inf, -0.0, 1e-39, -3e38], dtype=torch.bfloat16).view(torch.int16)
         weights.append((every_byte, scales.repeat(4, 1)))
     plain = [in_compute_type(*weight, dtype) for weight in weights]
-    compiled()
+    let_conversions_compile()
     for call, (weight, expected) in enumerate(zip(weights, plain, strict=True)):
         with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
             found = in_one_kernel(*weight, dtype)

@@ -78,7 +78,9 @@ def test_adapters_begin_as_the_base_and_their_checkpoints_hold_nothing_else(make
 @pytest.mark.slow
 @pytest.mark.parametrize("in_hf", [False, True])
 def test_a_resume_reads_the_base_again_and_changes_no_bit(make_config, base, tmp_path, in_hf):
-    config, step = adapted(make_config, base, in_hf=in_hf), tmp_path / "out/checkpoint/step-000004"
+    """Another base and another rank are refused with what changed."""
+    mine = shutil.copytree(base, tmp_path / "base")
+    config, step = adapted(make_config, mine, in_hf=in_hf), tmp_path / "out/checkpoint/step-000004"
     assert train(config) == 0
     whole, rows = contents(step), losses(tmp_path / "out")
     shutil.rmtree(step)
@@ -86,6 +88,22 @@ def test_a_resume_reads_the_base_again_and_changes_no_bit(make_config, base, tmp
     resumed = contents(step)
     assert whole.keys() == resumed.keys() and losses(tmp_path / "out") == rows
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    with pytest.raises(UserError, match=r"adapter.rank = 4: .* was saved with 8; restore it"):
+        train(adapted(make_config, mine, in_hf=in_hf, adapter={"name": "lora", "rank": 4, "expert_rank": 4}))
+    with pytest.raises(UserError, match=r"initial_load_path = .*config.json, manifest.json, model.*restore them, or"):
+        train(adapted(make_config, mine, in_hf=not in_hf, training={"steps": 6}))
+    changed = Path(config.checkpoint.initial_load_path) / ("config.json" if in_hf else "meta.json")
+    changed.write_text(changed.read_text() + "\n")
+    said = (
+        "initial_load_path = .*: config.json changed since .*step-000002 was saved"
+        if in_hf
+        else "meta.json: .* bytes, expected"
+    )
+    with pytest.raises(UserError, match=said):
+        train(adapted(make_config, mine, in_hf=in_hf, training={"steps": 6}))
+    shutil.rmtree(changed.parents[1])
+    with pytest.raises(UserError, match="no such folder"):
+        refuse_weights(config)
 
 
 @pytest.mark.slow
@@ -182,30 +200,6 @@ def test_adapters_on_a_base_that_is_held_otherwise_are_told_once(
     lines_of_resume = [line for line in resumed.splitlines() if "were trained on other values of the base" in line]
     assert len(lines) == len(lines_of_resume) == (remedy is not None)
     assert remedy is None or (lines[0].endswith(remedy) and "adapter.base_dtype = " in lines_of_resume[0])
-
-
-@pytest.mark.slow
-def test_another_base_is_refused_with_what_changed(make_config, base, tmp_path):
-    mine = tmp_path / "base"
-    shutil.copytree(base, mine)
-    assert train(adapted(make_config, mine, in_hf=True, training={"steps": 2})) == 0
-    other = adapted(make_config, mine, training={"steps": 4})
-    with pytest.raises(UserError, match=r"initial_load_path = .*config.json, manifest.json, model.*restore them, or"):
-        train(other)
-    config = mine / "huggingface/step-000002/config.json"
-    config.write_text(config.read_text() + "\n")
-    with pytest.raises(UserError, match=r"initial_load_path = .*: config.json changed since .*step-000002 was saved"):
-        train(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
-    shutil.rmtree(mine / "huggingface")
-    with pytest.raises(UserError, match="no such folder"):
-        refuse_weights(adapted(make_config, mine, in_hf=True, training={"steps": 4}))
-
-
-@pytest.mark.slow
-def test_another_rank_is_explained_by_its_key(make_config, base):
-    assert train(adapted(make_config, base, training={"steps": 2})) == 0
-    with pytest.raises(UserError, match=r"adapter.rank = 4: .* was saved with 8; restore it"):
-        train(adapted(make_config, base, adapter={"name": "lora", "rank": 4, "expert_rank": 4}))
 
 
 @pytest.mark.slow

@@ -68,12 +68,14 @@ def last_step(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_stages_equal_runs_with_the_keys_of_each_stage(make_run, tmp_path, checkpointing):
+@pytest.mark.parametrize(("checkpointing", "stop"), [("none", 400), ("full", 800)])
+def test_stages_equal_runs_with_the_keys_of_each_stage(make_run, tmp_path, checkpointing, stop):
+    """Also where the run resumes inside the second or third stage. A checkpoint has the attention of its step."""
     common = {"activation_checkpoint": {"mode": checkpointing}}
-    staged = make_run("staged", ENDS[-1], ATTENTION, model=MODEL, **common)
-    assert check_config(staged, world_size=1) == []
-    assert train(staged) == 0
+    for tokens in (stop, ENDS[-1]):
+        staged = make_run("staged", tokens, ATTENTION, model=MODEL, **common)
+        assert check_config(staged, world_size=1) == []
+        assert train(staged) == 0
     for end, shape in zip(ENDS, SHAPES, strict=True):
         assert train(make_run("separate", end, model=shape, **common)) == 0
     steps, tensors = figures(tmp_path / "staged")
@@ -84,18 +86,16 @@ def test_stages_equal_runs_with_the_keys_of_each_stage(make_run, tmp_path, check
     assert train(plain) == 0
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in (steps, figures(tmp_path / "plain")[0])]
     assert all(ours != theirs for ours, theirs in zip(*losses, strict=True)), "the keys of a stage change every step"
+    folders = sorted((tmp_path / "staged" / "checkpoint").glob("step-*"))
+    for folder, shape in zip(folders, (SHAPES[1 if stop < ENDS[1] else 2], SHAPES[2]), strict=True):
+        shape_of_step = load_for_inference(folder, tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))[
+            0
+        ].shape
+        assert shape_of_step.sliding_window == shape.get("sliding_window")
+        scaling = shape_of_step.rope_scaling.model_dump(include=set(shape["rope_scaling"]))
+        assert scaling == shape["rope_scaling"]
     log = (tmp_path / "staged" / "log.txt").read_text()
     assert "stage 2 of 3: 32 tokens per sequence, window none, RoPE scaling linear x 2, test 100.0%" in log
-
-
-@pytest.mark.slow
-def test_a_resume_inside_a_stage_continues_bit_for_bit(make_run, tmp_path):
-    assert train(make_run("whole", ENDS[-1], ATTENTION)) == 0
-    for tokens in (400, 800, ENDS[-1]):  # inside the second stage, inside the third, at the end
-        assert train(make_run("parts", tokens, ATTENTION)) == 0
-    whole, parts = figures(tmp_path / "whole"), figures(tmp_path / "parts")
-    assert whole[0] == parts[0]
-    assert all(torch.equal(whole[1][name], parts[1][name]) for name in whole[1])
 
 
 @pytest.mark.slow

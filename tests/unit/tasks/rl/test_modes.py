@@ -110,14 +110,14 @@ def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from
     rl, found, learned = {"algorithm": "grpo", "warm_up_rollouts": 10, "prompts": {"file": str(file)}}, {}, {}
     for weight in (0.0, 0.3):
         config = make_run(
-            f"run {weight}", 12, rl, model={"num_nextn_predict_layers": 1},
+            f"run {weight}", 5, rl, model={"num_nextn_predict_layers": 1},
             mtp={"loss_weight": weight}, optimizer={"lr": 1e-2},
             training={
-                "steps": 12, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 32, "max_norm": 1e9,
+                "steps": 5, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 32, "max_norm": 1e9,
             },
         )  # fmt: skip
         assert train(config) == 0
-        found[weight] = tensor_hashes(config.checkpoint_folder, 12)
+        found[weight] = tensor_hashes(config.checkpoint_folder, 5)
         learned[weight] = [row.get("mtp_loss") for row in rows(config)]
     assert set(learned[0.0]) == {None}, "nothing is computed with the weight 0"
     losses = [loss for loss in learned[0.3] if loss is not None]
@@ -133,10 +133,10 @@ def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from
 @pytest.mark.parametrize("ends", ["whole", "stopped"])
 def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_end(make_run, monkeypatch, ends):
     """However a run ends."""
-    config, stop = make_run("run", 4), StopRequest()
+    config, stop = make_run("run", 3), StopRequest()
 
     def generate_then_stop(self, progress):
-        if ends == "stopped" and progress.step == 2:
+        if ends == "stopped" and progress.step == 1:
             stop.signal_name = "SIGINT"
         return begin(self, progress)
 
@@ -174,10 +174,19 @@ def test_the_planned_size_of_a_checkpoint_is_that_on_the_disk_and_no_checkpoint_
 
 
 @pytest.mark.slow
-def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, capsys):
-    config = make_run("run", 1)
+def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, tmp_path, capsys):
+    """The penalty for length is a column, and a run on other prompts is refused by their file."""
+    overlong = {"overlong_share": 0.5}
+
+    def refusal(rl: dict) -> str:
+        with pytest.raises(UserError) as caught:
+            train(make_run("run", 2, rl))
+        return caught.value.faults[0]
+
+    config = make_run("run", 1, overlong)
     assert train(config) == 0
-    capsys.readouterr()
+    assert "reads labels" not in (said := capsys.readouterr().out) and "rounds" not in said
+    (row,) = [row for row in rows(config) if "loss" in row]
     shown = ["--samples", "3", "--tokens"]
     with pytest.raises(UserError, match=r"generated with the tokenizer .*this one is .*--tokenizer"):
         rl_command(["inspect", config.job.dump_folder, *shown, "--tokenizer", "builtin"])
@@ -189,6 +198,8 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
     heads = [number for number, line in enumerate(lines) if line.startswith("── sample")]
     rollout = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
     assert len(heads) == 3 and "8 samples of prompts 0 to 1" in lines[0]
+    lengths = rollout.lengths - rollout.prompt_lengths
+    assert row["overlong_penalty"] == pytest.approx(-(lengths - 3).clip(0).mean() / 3) and row["overlong_penalty"] < 0
     names = ["logprob", "old", "ratio", "advantage", "weight"]
     for sample, head in enumerate(heads):
         assert f"reward {rollout.reward[sample]:g} " in lines[head]
@@ -202,6 +213,12 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
         assert values == pytest.approx(rollout.logprobs[rollout.of_targets == sample], abs=1e-4)
         old, ratio, _, weight = zip(*(map(float, line.split()[-4:]) for line in table), strict=True)
         assert old == pytest.approx(values, abs=1e-4) and set(ratio) == set(weight) == {1.0}, "they agree"
+    prompts, other = tmp_path / "prompts.jsonl", tmp_path / "other.jsonl"
+    other.write_text(prompts.read_text().replace("is", "was"))
+    fault = refusal(overlong | {"prompts": {"file": str(other)}})
+    assert fault.startswith(f'rl.prompts.file = "{other}": ') and f'was saved with "{prompts}"' in fault, fault
+    other.rename(prompts)
+    assert refusal(overlong).startswith("rl.prompts.file: holds other prompts than before")
 
 
 def test_columns_of_tokens_stand_below_their_names_however_wide_text_and_numbers_are():
@@ -244,22 +261,12 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(
     assert [row["generated_samples"] for row in rows(config) if "generated_samples" in row] == [16] * 3
     skipped = [line for line in said.splitlines() if "skipped: no rank has a token to learn from" in line]
     assert len(skipped) == 3 and {row["skipped_steps"] for row in rows(config) if "loss" in row} == {0}
-    assert train(make_run("other", 1)) == 0
-    assert "reads labels" not in (said := capsys.readouterr().out) and "rounds" not in said
-
-
-@pytest.mark.slow
-def test_the_penalty_for_length_is_a_column(make_run):
-    config = make_run("run", 1, {"overlong_share": 0.5})
-    assert train(config) == 0
-    (row,) = [row for row in rows(config) if "loss" in row]
-    found = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
-    lengths = found.lengths - found.prompt_lengths
-    assert row["overlong_penalty"] == pytest.approx(-(lengths - 3).clip(0).mean() / 3) and row["overlong_penalty"] < 0
 
 
 @pytest.mark.slow
 def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_run, tmp_path, monkeypatch):
+    """The journal is bounded."""
+    monkeypatch.setattr(journal, "NEWEST_KEPT", 1)
     seen, write, save = [], journal.replace_durably, CheckpointManager.save
 
     def slow(*arguments):
@@ -276,9 +283,13 @@ def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_ru
     for module in (journal, array_file):
         monkeypatch.setattr(module, "replace_durably", slow)
     monkeypatch.setattr(CheckpointManager, "save", look)
-    assert train(make_run("run", 2)) == 0
-    assert seen == [[f"step_{step:06d}.{kind}" for kind in ("fields", "json", "safetensors")] for step in range(2)]
-    assert all(row["overhead_ratio"] < 1 for row in rows(make_run("run", 2)) if "loss" in row)
+    config, folder = make_run("run", 4), tmp_path / "run" / "rollouts"
+    assert train(config) == 0
+    assert seen == [[f"step_{step:06d}.{kind}" for kind in ("fields", "json", "safetensors")] for step in range(4)]
+    assert all(row["overhead_ratio"] < 1 for row in rows(config) if "loss" in row)
+    # Steps 2 and 3 had a checkpoint when rollout 3 was written; they lie behind rollouts 1 and 2.
+    assert rollout_steps(folder) == [1, 2, 3]
+    assert {path.stem for path in folder.iterdir()} == {f"step_{step:06d}" for step in (1, 2, 3)}
     monkeypatch.setattr(array_file, "replace_durably", full)
     with pytest.raises(UserError, match=r"step_000000\.safetensors cannot be written: No space left"):
         train(make_run("full", 2))
@@ -291,31 +302,3 @@ def test_a_resume_finds_its_rollouts_and_older_ones_go():
     assert removable(steps, [16], 1) == [0, 4, 8]
     assert removable(steps, [16], 4) == [0, 4]
     assert removable(steps, [], 1) == [], "without a checkpoint a run begins anew, and all rollouts are read again"
-
-
-@pytest.mark.slow
-def test_the_journal_of_a_long_run_is_bounded(make_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("glm46.tasks.rl.journal.NEWEST_KEPT", 2)
-    config = make_run("run", 6)
-    assert train(config) == 0
-    folder = tmp_path / "run" / "rollouts"
-    # Steps 4 and 5 had a checkpoint when rollout 5 was written; they lie behind rollouts 3 and 4.
-    assert rollout_steps(folder) == [3, 4, 5]
-    assert {path.stem for path in folder.iterdir()} == {f"step_{step:06d}" for step in (3, 4, 5)}
-
-
-@pytest.mark.slow
-def test_a_run_on_other_prompts_is_refused_by_their_file(make_run, tmp_path):
-    assert train(make_run("run", 1)) == 0
-    prompts, other = tmp_path / "prompts.jsonl", tmp_path / "other.jsonl"
-    other.write_text(prompts.read_text().replace("is", "was"))
-
-    def refusal(**keys) -> str:
-        with pytest.raises(UserError) as caught:
-            train(make_run("run", 2, **keys))
-        return caught.value.faults[0]
-
-    fault = refusal(rl={"prompts": {"file": str(other)}})
-    assert fault.startswith(f'rl.prompts.file = "{other}": ') and f'was saved with "{prompts}"' in fault, fault
-    other.rename(prompts)
-    assert refusal().startswith("rl.prompts.file: holds other prompts than before")

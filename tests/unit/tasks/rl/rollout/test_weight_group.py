@@ -223,7 +223,7 @@ def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs, mo
     monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=10 * SOON))
     invitations, ended = [], threading.Event()
     for _ in range(2):
-        group = WeightGroup(stubs[0].url, 1, "gloo", 0.5)
+        group = WeightGroup(stubs[0].url, 1, "gloo", 0.1)
         with pytest.raises(CallError, match="did not join"):
             group.join(1, lambda invitation: in_thread(lambda: invitations.append(invitation) or ended.wait()))
     ended.set()
