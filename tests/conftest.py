@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 
 EVERY = {
-    "test_edge_cases::test_a_case_equals_one_process": 9,
     "test_bf16_layouts::test_a_layout_is_as_near_to_fp32_as_one_process_in_bf16": 5,
     "test_bf16_layouts::test_adapters_begin_as_their_base_and_only_they_are_reduced": 4,
     "test_figures::test_the_probe_writes_rows_of_its_groups_and_changes_no_loss": 0,

@@ -131,6 +131,10 @@ class Layout(NamedTuple):
     """One prediction layer learns both depths."""
     alone: bool = False
     """It learns alone, and everything else is frozen."""
+    favourites: int = 0
+    """The first experts, which every token chooses: with as many as a token chooses other ranks get no token."""
+    padding: int = 0
+    """The last rows that are padding alone: so is what some ranks have of a micro-batch."""
 
     @property
     def layers(self) -> int:
@@ -169,7 +173,7 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        kinds = self.latent, self.sparse, self.indexer, self.shared, self.alone
+        kinds = self.latent, self.sparse, self.indexer, self.shared, self.alone, self.favourites, self.padding
         return *options, self.adapter, self.base, self.adapted, self.routes, *kinds
 
     @property
@@ -212,6 +216,8 @@ class Layout(NamedTuple):
             *([f"index_{self.indexer}"] if self.indexer != "frozen" else []),
             *(["shared"] if self.shared else []),
             *(["alone"] if self.alone else []),
+            *([f"favourites{self.favourites}"] if self.favourites else []),
+            *([f"padding{self.padding}"] if self.padding else []),
         ])  # fmt: skip
 
 
@@ -265,9 +271,9 @@ def schedule_here(schedule: str) -> str:
     return schedule if TorchVersion(torch.__version__) >= SPLIT_BACKWARD_TORCH else "Interleaved1F1B"
 
 
-def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
+def make_batch(step: int, document_mask: bool = True, padding: int = 0) -> dict[str, Tensor]:
     """All rows of one step; documents of unequal length, some labels missing, so that ranks see unequal counts. Without
-    document masks also padding behind some rows, and a row of nothing else; with them edge_cases.py has it."""
+    document masks also padding behind some rows, and a row of nothing else; with them the last ``padding`` rows."""
     generator = torch.Generator().manual_seed(step)
     depth = DEPTHS
 
@@ -281,12 +287,11 @@ def make_batch(step: int, document_mask: bool = True) -> dict[str, Tensor]:
         document_ids > 0, ends.gather(1, (document_ids - 1).clamp(min=0)), torch.zeros_like(document_ids)
     )
     missing = torch.rand(ROWS, SEQ_LEN, generator=generator) < torch.linspace(0.0, 0.7, ROWS).unsqueeze(1)
-    if not document_mask:
-        real = torch.tensor([SEQ_LEN] * (ROWS - 3) + [SEQ_LEN - 5, 7, 0]).unsqueeze(1)
-        is_padding = torch.arange(SEQ_LEN).expand(ROWS, -1) >= real
-        missing |= is_padding
-        document_ids = document_ids.masked_fill(is_padding, -1)
-        positions = torch.arange(SEQ_LEN).masked_fill(is_padding, 0)
+    real = [SEQ_LEN] * (ROWS - padding) + [0] * padding if document_mask else [SEQ_LEN] * 5 + [SEQ_LEN - 5, 7, 0]
+    is_padding = torch.arange(SEQ_LEN).expand(ROWS, -1) >= torch.tensor(real).unsqueeze(1)
+    missing |= is_padding
+    document_ids = document_ids.masked_fill(is_padding, -1)
+    positions = (positions if document_mask else torch.arange(SEQ_LEN)).masked_fill(is_padding, 0)
     return {
         "input_ids": tokens(ROWS, SEQ_LEN),
         "positions": positions,
@@ -382,6 +387,13 @@ def write_base(model: Transformer, folder: Path, base_dtype: str) -> None:
             rows.copy_(in_compute_type(*quantise_base(rows, base_dtype), torch.float32))
 
 
+def favour(model: torch.nn.Module, favourites: int) -> None:
+    """Let every token choose the first experts."""
+    for name, bias in model.named_buffers():
+        if favourites and name.endswith("e_score_correction_bias"):
+            bias[:favourites] = 10.0
+
+
 def new_model(config: RunConfig, **options: str) -> Transformer:
     """The model of one process with the weights that every layout begins with; its base is not quantised."""
     with torch.device("meta"):
@@ -407,6 +419,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
         base: folder to write a quantised base to, and to compute with what it holds.
     """
     model = new_model(config)
+    favour(model, layout.favourites)
     if base is not None:
         write_base(model, base, layout.base)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -417,7 +430,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
     magnitudes.refresh()
     begun = {name: p.detach().clone() for name, p in parameters.items()}
     unseen = () if config.data.document_mask else ("document_ids",)
-    first, token_weights = make_batch(0, config.data.document_mask), make_token_weights()
+    first, token_weights = make_batch(0, config.data.document_mask, layout.padding), make_token_weights()
     is_real = first["document_ids"] >= 0
     given = [
         compact_routes(make_routes(step, model.shape), (ROWS, SEQ_LEN), model.shape) for step in range(layout.steps)
@@ -431,7 +444,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
     optimizer = build_optimizers(list(parameters.items()), config.optimizer, None, model.shape, torch.float32)
     figures, gradients = [], {}
     for step in range(layout.steps):
-        batch = make_batch(step, config.data.document_mask)
+        batch = make_batch(step, config.data.document_mask, layout.padding)
         is_real = batch["document_ids"] >= 0
         seen = {n: t for n, t in batch.items() if n not in unseen}
         optimizer.zero_grad()
@@ -439,6 +452,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
             model.shape = model.shape.model_copy(update=ATTENTION_OF_STEP[step])
         sums = model(**seen, is_real=is_real, routes=given[step], options=layout.by_token["options"])
         assigned = sums.tokens_per_expert.sum(1)
+        assert not layout.favourites or not sums.tokens_per_expert[:, layout.favourites :].any()
         calls = torch.ones_like(assigned)
         if layout.shared:
             calls[-1] = DEPTHS
@@ -563,9 +577,9 @@ def bf16_run(layout: Layout, exchange: str = "auto"):
     return config.model_copy(update={"training": training, "parallelism": parallelism})
 
 
-def micro_batches(job: Job, step: int, count: int) -> list[dict[str, Tensor]]:
+def micro_batches(job: Job, step: int, count: int, padding: int = 0) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    batch = make_batch(step, job.plan.config.data.document_mask) | {"weights": make_token_weights()}
+    batch = make_batch(step, job.plan.config.data.document_mask, padding) | {"weights": make_token_weights()}
     return share_of(batch | {"routes": make_routes(step, job.plan.shape)}, job.plan, job.cluster, count)
 
 
@@ -580,7 +594,8 @@ def run_by_token(job: Job, layout: Layout) -> tuple[float, dict[str, Held]]:
     """Value and gradients of `token_objective` over all rows, by the engine's own forward and backward; collective."""
     network, fields = job.network, ("weights",)
     taken = (*fields, *job.objectives["model"].fields)
-    batches = [network.to_device(batch, taken) for batch in micro_batches(job, 0, layout.micro_batches)]
+    batches = micro_batches(job, 0, layout.micro_batches, layout.padding)
+    batches = [network.to_device(batch, taken) for batch in batches]
     *_, outputs = network.forward_backward(
         batches,
         layout.by_token,
@@ -641,6 +656,8 @@ def run_layout(process: Process, layout: Layout, base: Path | None) -> tuple:
     torch.compiler.reset()  # other layouts of this process may have compiled the same layers
     counters.clear()
     job = build_job(make_config(layout), process, layout.of_host or None)
+    for model in job.network.models:
+        favour(model, layout.favourites)
     job.objectives["model"].fields = ("routes",) if layout.routes else ()
     parameters, frozen = job.network.parameters, job.network.frozen
     if layout.base:
@@ -658,10 +675,11 @@ def run_layout(process: Process, layout: Layout, base: Path | None) -> tuple:
     for step in range(layout.steps):
         if layout.stages:
             job.network.attend_as(job.network.shape.model_copy(update=ATTENTION_OF_STEP[step]))
-        totals = count_step(job, [make_batch(step, layout.document_mask)])
+        totals = count_step(job, [make_batch(step, layout.document_mask, layout.padding)])
+        batches = micro_batches(job, step, layout.micro_batches, layout.padding)
         with may_compile(not layout.compiled or step == 0, layout.context):
             # The clock of the schedules counts steps here.
-            outcome = train_step(job, micro_batches(job, step, layout.micro_batches), totals, step, 1.0).main
+            outcome = train_step(job, batches, totals, step, 1.0).main
         gradients = gradients or {name: held(p.grad) for name, p in parameters.items()}
         loss = outcome.objective["loss"].item() + outcome.aux_losses[2].item()
         norm = math.hypot(outcome.grad_norm.item(), outcome.index_grad_norm.item())
