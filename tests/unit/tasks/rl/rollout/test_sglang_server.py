@@ -44,7 +44,6 @@ from tests.unit.tasks.rl.rollout.sglang_contract import (
 )
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
 from tests.unit.tasks.rl.rollout.stub_server import scores
-from tests.unit.tasks.rl.rollout.test_weight_group import Apart
 from tests.unit.tasks.rl.rollout.waiting import asyncio_loop, run
 from tests.wheels import download
 
@@ -242,22 +241,6 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatc
     stubs[0].stalls = False
     sent.update(2)
     assert stubs[0].version == 2, sent.lines
-
-
-@pytest.mark.slow
-def test_server_that_is_killed_in_the_broadcast_is_excluded_at_once_and_comes_back(stubs):
-    apart = Apart()
-    sent, began = Sent([apart, stubs[0]]), time.monotonic()
-    apart.set(breaks_at=15, breaks_by="kill")
-    sent.update(1)
-    assert time.monotonic() - began < SOON and stubs[0].version == 1
-    assert apart.url in "".join(line for line in sent.lines if "is excluded" in line)
-    sent.check_generates()
-    apart.process.wait()
-    back = Apart(apart.port)
-    sent.update(2)
-    assert back.set()["version"] == 2 and "generates with version 2" in sent.lines[-1]
-    back.process.kill()
 
 
 def test_a_run_that_ends_in_a_broadcast_leaves_no_group_at_the_server(stubs):
