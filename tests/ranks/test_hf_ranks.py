@@ -10,9 +10,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46 import compat
 from glm46.compute.distributed.local_tensor import local_tensor
@@ -106,34 +104,6 @@ def on_mesh(shape: ModelShape, size: tuple[int, ...], dense, experts=None) -> di
     return tensors
 
 
-def on_stages(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Pipeline: two stages with different layers, each sharded over two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    first = mesh["stage"].get_local_rank() == 0
-    tensors = {}
-    for name, tensor in blank(shape).items():
-        if name.startswith(("embed_tokens", "layers.0", "layers.1")) == first:
-            plain = name.endswith("_bias")
-            tensors[name] = tensor if plain else distribute_tensor(tensor, mesh["shard"], [Shard(0)])
-    return tensors
-
-
-def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """FSDP2 over column- and row-parallel matrices, which makes strided shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    model = Transformer(shape)
-    for layer in model.layers.values():
-        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-        parallelize_module(layer, mesh["tensor"], plan)
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert any(
-        isinstance(p, compat.StridedShard) for t in tensors.values() if hasattr(t, "placements") for p in t.placements
-    )
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
 def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tensor]:
     """The tensors of a training run: the transforms of compute/parallelize/plan.py, expert axis included."""
     config = RunConfig.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
@@ -163,8 +133,6 @@ MESHES = {
         shape, (2, 2), [Shard(0), Replicate()], experts=[Shard(1), Shard(0)]
     ),
     "experts' columns": lambda shape: on_mesh(shape, (2, 2), [Replicate(), Shard(1)], experts=[Shard(0), Shard(2)]),
-    "pipeline": on_stages,
-    "fsdp over tensor parallel": on_fsdp_over_tensor_parallel,
     "training, FSDP": of_training,
     "training, HSDP": lambda shape: of_training(shape, data_parallel_replicate_degree=2),
     "training, expert parallel": lambda shape: of_training(shape, expert_parallel_degree=2),
@@ -202,13 +170,13 @@ class _Unreadable:
 
 
 FOR_OTHERS = (
-    "rows", "experts' columns", "fsdp over tensor parallel", "training, HSDP", "training, expert parallel",
+    "rows", "experts' columns", "training, tensor parallel", "training, HSDP", "training, expert parallel",
     "training, context parallel", "training, tensor and expert parallel", "training, pipeline and tensor parallel",
     "training, V-shaped pipeline and expert parallel",
 )  # fmt: skip
 """Meshes for the kinds that differ only in names and shapes."""
 FOR_ADAPTERS = (
-    "all plain", "rows of experts", "two replicas", "fsdp over tensor parallel", "training, tensor and expert parallel",
+    "all plain", "rows of experts", "two replicas", "training, tensor parallel", "training, tensor and expert parallel",
     "training, V-shaped pipeline and expert parallel",
 )  # fmt: skip
 RANK = 3
@@ -406,7 +374,7 @@ def test_every_mesh_reads_and_writes_the_same_folder(tmp_path):
         run_ranks(on_rank, WORLD, round_trips, tmp_path, first)
     for part in (other_kinds, faults_reach_every_rank):
         run_ranks(on_rank, WORLD, part, tmp_path)
-    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 25
+    assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 23
     for name, kind in {"out": GLM_45, **OTHERS}.items():
         exports = sorted(tmp_path.glob(f"{name}?*"))
         assert len(exports) >= 8

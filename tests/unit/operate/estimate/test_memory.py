@@ -1,6 +1,8 @@
-"""The memory formulas against what a small model allocates, and against sums that can be done by hand."""
+"""The memory formulas against what a small model allocates, and against sums that can be done by hand.
 
-import gc
+What a rank holds of weights, gradients, states and activations on layouts is in tests/ranks/test_planned_steps.py.
+"""
+
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,7 +12,6 @@ import torch
 
 from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.adapters import add_adapters
-from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.compact_state import copy_states, state_parts
@@ -156,26 +157,6 @@ def test_documents_and_windows_keep_nothing_that_grows_with_pairs(mode):
     assert abs(packed - plain) < 512 and abs(window - plain) < 512
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gathered_keys_match_what_autograd_keeps(ranks, monkeypatch):
-    """One rank's part of the rows, with its own keys in place of those of the other ranks."""
-    shape = PRESETS["debug"].model_copy(update=SMALL_VOCABULARY | {"num_hidden_layers": 1})
-    places = SequenceShard(None, ranks, 0).places(None, (4, 128 * ranks), None)
-    layout = attention_layout(None, (4, 128 * ranks), None, places, rank=0)
-    plain, _ = _kept_bytes(shape, torch.bfloat16)
-
-    def gathering(q, k, v, layout):
-        of_runs = (x.flatten(0, 1).repeat(ranks, 1, 1)[layout.exchange.keys].unsqueeze(0) for x in (k, v))
-        return attend(q, *of_runs, layout._replace(exchange=None))
-
-    monkeypatch.setattr("glm46.compute.model.attention.attend", gathering)
-    kept, _ = _kept_bytes(shape, torch.bfloat16, layout=layout)
-    own = 2 * 4 * 128 * shape.num_key_value_heads * shape.head_dim * 2
-    index = layout.exchange.keys.nbytes + 2 * layout.cu_seq_q.nbytes
-    planned = gathered_key_bytes(shape, 2, rows=4, length=128 * ranks, cp=ranks, tp=1)
-    assert planned == kept - plain - index + own  # the layer keeps its own keys in `plain`
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("window", [None, 16, 300, 1000, 4096])
 def test_attended_keys_are_those_of_the_layout(ranks, window):
@@ -285,15 +266,6 @@ def test_gathered_keys_of_micro_batches_in_flight_count():
     assert piped in [2 * layers * (2 * 1.25 - 1) * whole + whole for layers in (2, 3)]
 
 
-def test_one_process_holds_every_parameter_once():
-    config = _run(training={"seq_len": 128, "mixed_precision_param": "float32"}, optimizer={"name": "AdamW"})
-    plan, count = plan_memory(config, 1, device="cpu"), count_parameters(resolve_shape(config.model))
-    buffers = count.buffers * 4  # the planner counts the selection biases among the weights
-    assert plan.weights - buffers == sum(p.numel() for p in Transformer(resolve_shape(config.model)).parameters()) * 4
-    assert plan.optimizer == 2 * 4 * count.trained
-    assert plan.gradients == 4 * count.trained
-
-
 @pytest.mark.parametrize(
     ("dtype", "micro_batches", "entry_bytes"), [("float32", 2, 4), ("bfloat16", 1, 2), ("bfloat16", 2, 4)]
 )
@@ -309,15 +281,6 @@ def test_what_the_probe_of_bandwidth_sends_stays_on_the_device():
         for ranks, extra in ((1, 0), (2, mib * 2**20)):  # one rank sends nothing
             pair = [plan_memory(config, ranks, device=device).total for config in (without, probed)]
             assert pair[1] - pair[0] == extra
-
-
-def test_muon_keeps_one_state_for_matrices():
-    shape = PRESETS["debug"]
-    config = _run(optimizer={"name": "Muon"})
-    adamw = 2 * shape.vocab_size * shape.hidden_size
-    adamw += sum(p.numel() for p in Transformer(shape).parameters() if p.ndim == 1)
-    muon = count_parameters(shape).trained - adamw
-    assert plan_memory(config, 1).optimizer == 4 * (2 * adamw + muon)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -422,28 +385,6 @@ def test_a_file_of_states_has_the_planned_size_and_a_step_moves_it_once_each_way
         assert moved == {"read": planned, "written": planned}
 
 
-def test_shards_divide_what_is_held_and_not_what_is_computed():
-    config = _run(parallelism={"expert_parallel_degree": 2})
-    two, four = plan_memory(config, 2), plan_memory(config, 4)
-    buffers = 4 * count_parameters(PRESETS["debug"]).buffers
-    assert two.weights - buffers == pytest.approx(2 * (four.weights - buffers))
-    assert two.optimizer == pytest.approx(2 * four.optimizer)
-    assert two.gathered == four.gathered
-    assert two.activations == four.activations
-
-
-def test_checkpointing_keeps_layer_inputs_and_one_layer():
-    full = plan_memory(_run(activation_checkpoint={"mode": "full"}), 1).activations
-    none = plan_memory(_run(), 1).activations
-    shape, tokens = PRESETS["debug"], 128
-    blocks = shape.num_hidden_layers + shape.num_nextn_predict_layers
-    inputs = (blocks + 1) * shape.hidden_size * 2  # of a prediction layer two
-    indices = (blocks - 1) * shape.num_experts_per_tok * 8  # of layers with experts, the order of assignments
-    ends = LayerBytes(shape, 2).head() + 2 * 8 + shape.head_dim * shape.partial_rotary_factor * 2
-    assert full == tokens * (inputs + indices + ends + LayerBytes(shape, 2).layer("mtp"))
-    assert full < none / 2
-
-
 @pytest.mark.parametrize("keys", [{"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "every_n_layers": 2}])
 def test_host_memory_takes_most_of_what_checkpointed_layers_keep(keys):
     model = {"flavor": "GLM-4.5-Air", "shape": {"num_nextn_predict_layers": 0}}
@@ -462,51 +403,6 @@ def test_host_memory_takes_most_of_what_checkpointed_layers_keep(keys):
     assert whole <= moved.host_activations < 2 * whole and moved.total == kept.total - (whole - 2 * layer)
     alone = [plan_memory(run, 1, device="cpu") for run in (keep, move)]  # one memory for both
     assert alone[1].total - alone[0].total == pytest.approx(2 * layer) and alone[1].host_activations == 0
-
-
-def _held_bytes(shape, recompute=()):
-    """Bytes of the tensors alive after a forward pass under selective checkpointing, parameters left out."""
-    torch.manual_seed(0)
-    model = Transformer(shape)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    activation_checkpoint.apply(model, "selective", recompute)
-    ids = torch.randint(0, shape.vocab_size, (4, 128))
-    gc.collect()
-    before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
-    sums = model(ids, labels=ids)
-    gc.collect()
-    alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) not in before]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    del sums
-    return sum(size for address, size in storages.items() if address not in own), ids.numel()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # looking at every live object wakes deprecated ones
-@pytest.mark.parametrize("recompute", [(), ("core_attn",), ("experts",), ("core_attn", "experts", "exchange")])
-def test_selective_checkpointing_holds_what_the_formula_says(recompute):
-    shape = PRESETS["debug"].model_copy(
-        update=SMALL_VOCABULARY | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
-    )
-    base, tokens = _held_bytes(shape, recompute)
-    moe = (_held_bytes(shape.model_copy(update={"num_hidden_layers": 3}), recompute)[0] - base) / tokens
-    more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})
-    dense = (_held_bytes(more_dense, recompute)[0] - base) / tokens
-    # 3 %: what does not grow with the tokens, such as offsets and statistics.
-    for block, held in (("dense", dense), ("moe", moe)):
-        planned = LayerBytes(shape, 4, recompute=recompute).layer(block, mode="selective")
-        assert planned == pytest.approx(held, rel=0.03)
-
-
-def test_selective_checkpointing_lies_between_the_others():
-    for flavor in ("debug", "GLM-4.6"):
-        plans = {
-            mode: plan_memory(_run(model={"flavor": flavor}, activation_checkpoint={"mode": mode}), 1).activations
-            for mode in ("none", "selective", "full")
-        }
-        assert plans["full"] < plans["selective"] < 0.8 * plans["none"], plans
 
 
 def test_the_seed_layout_of_the_355b_model():
