@@ -17,6 +17,7 @@ from torch import Tensor
 from glm46.config.errors import UserError
 from glm46.files.regular_file import open_descriptor
 from glm46.files.safetensors_header import HeaderEntry, make_header, read_header
+from glm46.files.store_ranges import local_data, range_file
 
 Box = tuple[tuple[int, int], ...]
 """Start and length for each dimension."""
@@ -95,7 +96,8 @@ class TensorFile:
         self.records = records
         self._writable = writable
         self.bytes_moved = 0
-        self._descriptor = os.open(path, os.O_RDWR) if writable else open_descriptor(path)
+        self._ranges = None if writable else range_file(path)
+        self._descriptor = os.open(path, os.O_RDWR) if writable else open_descriptor(local_data(path))
 
     def read(self, name: str, box: Box) -> Tensor:
         """Read a box of a tensor as a new tensor on the CPU. Raises OSError if the file ends before the box does, or
@@ -115,6 +117,8 @@ class TensorFile:
         if target.dtype != record.dtype or target.device.type != "cpu" or not target.is_contiguous():
             target.copy_(self.read(name, box))
             return
+        if self._ranges is not None and target.numel():
+            self._ranges.fetch(spans_of(record, box))
         for offset, piece in _pieces(record, box, target):
             done = 0
             while done < len(piece):
@@ -158,6 +162,14 @@ def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, mem
     if values.numel() == 0:
         return
     memory = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    for number, (start, stop) in enumerate(spans_of(record, box)):
+        run = stop - start
+        yield start, memory[number * run : (number + 1) * run]
+
+
+def spans_of(record: Record, box: Box) -> Iterable[tuple[int, int]]:
+    """Yield the first byte and the exclusive end of the runs of a box that are contiguous in the file, all of the same
+    length."""
     size = record.dtype.itemsize
     first_full = len(record.shape)  # the box has all of the dimensions from this one on, so they are contiguous
     while first_full > 0 and box[first_full - 1] == (0, record.shape[first_full - 1]):
@@ -167,6 +179,5 @@ def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, mem
     strides = [prod(record.shape[dim + 1 :]) * size for dim in range(len(record.shape))]
     base = record.offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
     rows = zip(box[:outer], strides[:outer], strict=True)
-    starts = product(*(range(0, length * stride, stride) for (_, length), stride in rows))
-    for number, start in enumerate(starts):
-        yield base + sum(start), memory[number * run : (number + 1) * run]
+    for start in product(*(range(0, length * stride, stride) for (_, length), stride in rows)):
+        yield base + sum(start), base + sum(start) + run

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import chain
 from os import PathLike, fsync
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from glm46.compute.distributed.ranks import Ranks
 from glm46.files.durable import Closer, FileRecord
-from glm46.files.tensor_file import WRITE_BYTES
-from glm46.storage.checkpoint.metadata import METADATA, check_metadata, read_checked_metadata
+from glm46.files.store_ranges import local_data
+from glm46.files.tensor_file import WRITE_BYTES, Box
+from glm46.storage.checkpoint.metadata import METADATA, check_metadata, read_checked_metadata, tensor_entries
 
 
 class _HashedFile:
@@ -96,6 +97,15 @@ class _HashingFileSystem(FileSystem):
         self._closer.finish()  # a file has its record once it is closed
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _LinkedFiles(FileSystem):
+    """DCP's file system, which reads the fetched ranges of files that are links to objects of a store."""
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
+        with local_data(Path(path)).open(mode) as stream:
+            yield stream
 
 
 class _Writer(FileSystemWriter):
@@ -253,25 +263,51 @@ def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]
     """Fill tensors in place; the metadata is checked and lists all of them. Not collective."""
     planner = DefaultLoadPlanner()
     reader = FileSystemReader(folder)
+    reader.fs = _LinkedFiles()
     planner.set_up_planner(dict(tensors), metadata, is_first)
     reader.set_up_storage_reader(metadata, is_first)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def files_of(metadata: Metadata, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the files that hold parts of these tensors, on this rank; the metadata is checked. Tensors
-    that it lacks, or that have another shape there, are skipped. Not collective."""
-    entries = metadata.state_dict_metadata
+class NeededPart(NamedTuple):
+    """The part of a stored chunk that a rank reads."""
+
+    file: str
+    offset: int
+    """First byte of the chunk's record in the file."""
+    length: int
+    """Bytes of the record."""
+    sizes: tuple[int, ...]
+    """Shape of the chunk."""
+    dtype: torch.dtype
+    box: Box
+    """Start and length of the part, for each dimension of the chunk."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank reads all of the chunk."""
+        return self.box == tuple((0, size) for size in self.sizes)
+
+
+def needed_parts(metadata: Metadata, tensors: Mapping[str, Tensor]) -> list[NeededPart]:
+    """Return the stored parts of these tensors, on this rank; the metadata is checked. Tensors that it lacks, or that
+    have another shape there, are skipped. Not collective."""
+    entries = tensor_entries(metadata)
     present = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tuple(getattr(entries.get(name), "size", ())) == tensor.shape
+        name: tensor for name, tensor in tensors.items() if name in entries and entries[name].size == tensor.shape
     }
     planner = DefaultLoadPlanner()
     planner.set_up_planner(dict(present), metadata, is_coordinator=False)
-    items = planner.create_local_plan().items
-    return {metadata.storage_data[item.storage_index].relative_path for item in items}
+    parts = []
+    for item in planner.create_local_plan().items:
+        entry = entries[item.storage_index.fqn]
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+        record = metadata.storage_data[item.storage_index]
+        box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
+        place = (record.relative_path, record.offset, record.length)
+        parts.append(NeededPart(*place, tuple(chunk.sizes), entry.properties.dtype, box))
+    return parts
 
 
 def _name_faults(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, optional: Sequence[str]) -> list[str]:

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from glm46.compute.distributed.ranks import Ranks
 from glm46.config.errors import UserError
+from glm46.files.block_digests import LEAST_BYTES, blocks_name
 from glm46.files.durable import FileRecord
 from glm46.files.store import OBJECTS_AT_ONCE, Store
 from glm46.files.store_lease import Lease
+from glm46.files.store_ranges import Span, link_ranges, range_file
+from glm46.files.tensor_file import Record, spans_of
 from glm46.files.threads import map_in_threads
-from glm46.storage.checkpoint.dcp import files_of
+from glm46.storage.checkpoint.dcp import NeededPart, needed_parts
 from glm46.storage.checkpoint.gathering import Destination, NodeFolder, NodePart
 from glm46.storage.checkpoint.integrity import (
     MANIFEST,
@@ -26,6 +29,10 @@ from glm46.storage.checkpoint.integrity import (
 from glm46.storage.checkpoint.metadata import METADATA, read_checked_metadata
 from glm46.storage.checkpoint.publish import LATEST
 from glm46.storage.checkpoint.store_mirror import fetch_step, refresh_mirror, release_step
+from glm46.storage.checkpoint.stored_values import first_byte
+
+_END_BYTES = 4096
+"""Bytes at both ends of a record that are more than its zip entries need, except the values."""
 
 
 class StoreDestination(Destination):
@@ -68,6 +75,7 @@ class StoreDestination(Destination):
                 self.store.remove_folder(name, first=MANIFEST)
         self.store.remove([f"{target}/{MANIFEST}"])
         files = {f"{target}/{name}" for name in save.all_files}
+        files |= {*map(blocks_name, files)}
         self.store.remove(name for name in objects if name.startswith(f"{target}/") and name not in files)
 
     def copy(self, local: Path, save: NodePart) -> list[str]:
@@ -100,8 +108,8 @@ class StoreDestination(Destination):
     def verify(
         self, path: Path, node: NodeFolder | None, tensors: Mapping[str, Tensor] | None, ranks: Ranks
     ) -> tuple[dict[str, Any] | None, list[str]]:
-        """Fetch the files of a step that this node needs, and compare them with the manifest; its ranks share the work.
-        Files that hold no part of the tensors of any rank of the node stay links."""
+        """Fetch what this node needs of a step, and compare it with the manifest, or with the digests of its blocks.
+        Of large files only ranges are read; the ranks of the node share the work."""
         if node is None or path.parent != self.path:
             return super().verify(path, node, tensors, ranks)
         with ranks.stage("listing the store") as stage:
@@ -118,12 +126,32 @@ class StoreDestination(Destination):
         if faults:
             return None, faults
         with ranks.stage(f"selecting files of {path.name}") as stage:
-            stage.value = (node.name, _needed_files(path, records_of(body), tensors))
+            parts = _needed_parts(path, records_of(body), tensors)
+            files = [*records_of(body)] if parts is None else sorted({part.file for part in parts})
+            stage.value = (node.name, files)
         names = sorted({name for place, names in stage.values if place == node.name for name in names})
-        with ranks.stage(f"fetching {path.name}") as stage:
-            stage.value = _fetch(path, names[node.index :: node.count])
+        with ranks.stage(f"fetching files of {path.name}") as stage:
+            local_names = names[node.index :: node.count]
+            stage.value = _fetch(path, local_names if parts is None else self._without_ranges(path, body, local_names))
+        faults = sorted({fault for rank_faults in stage.values for fault in rank_faults})
+        if faults:
+            return None, faults
+        with ranks.stage(f"fetching ranges of {path.name}") as stage:
+            stage.value = _fetch_ranges(path, parts or [], turn=node.index / node.count)
         faults = sorted({fault for rank_faults in stage.values for fault in rank_faults})
         return (None, faults) if faults else (body, [])
+
+    def _without_ranges(self, path: Path, body: dict[str, Any], names: list[str]) -> list[str]:
+        """Prepare the ranges of large files; return the files that must be fetched whole."""
+        records = records_of(body)
+        whole = []
+        for name in names:
+            url = self.store.url_of(f"{path.name}/{name}")
+            record = records[name]
+            is_link = record.bytes >= LEAST_BYTES and (path / name).is_symlink()
+            if not (is_link and link_ranges(path / name, url, record.bytes, "", record.sha256)):
+                whole.append(name)
+        return whole
 
     def free(self, path: Path, node: NodeFolder | None, ranks: Ranks) -> None:
         """Replace the fetched files of a step in the mirror by links."""
@@ -143,11 +171,50 @@ def _fetch(path: Path, names: list[str]) -> list[str]:
     return []
 
 
-def _needed_files(path: Path, records: Mapping[str, FileRecord], tensors: Mapping[str, Tensor] | None) -> list[str]:
-    """Return the files that hold parts of this rank's tensors; all files for None, or if the index is damaged, which
-    the load then reports."""
+def _needed_parts(
+    path: Path, records: Mapping[str, FileRecord], tensors: Mapping[str, Tensor] | None
+) -> list[NeededPart] | None:
+    """Return what this rank reads of its tensors; None for all of the files, or if the index is damaged, which the load
+    then reports."""
     metadata, _ = read_checked_metadata(path, records)
-    return [*records] if tensors is None or metadata is None else sorted(files_of(metadata, tensors))
+    return None if tensors is None or metadata is None else needed_parts(metadata, tensors)
+
+
+def _fetch_ranges(path: Path, parts: list[NeededPart], turn: float) -> list[str]:
+    """Fetch what this rank reads of the files that are links. Return the fault of the first range that cannot be read
+    or has other bytes. ``turn``: see `RangeFile.fetch`."""
+    by_file: dict[str, list[NeededPart]] = {}
+    for part in parts:
+        by_file.setdefault(part.file, []).append(part)
+    try:
+        for name, file_parts in by_file.items():
+            if (ranges := range_file(path / name)) is None:
+                continue
+            spans = [span for part in file_parts for span in _ends_of(part)]
+            ranges.fetch(spans, turn)
+            ranges.fetch([span for part in file_parts for span in _values_of(ranges.data, part)], turn)
+    except OSError as error:
+        return [f"{error.filename}: {error.strerror}"]
+    return []
+
+
+def _ends_of(part: NeededPart) -> list[Span]:
+    """Return the bytes of a record that say where its values are; all of it if all is needed."""
+    stop = part.offset + part.length
+    if part.is_whole or part.length <= 2 * _END_BYTES:
+        return [(part.offset, stop)]
+    return [(part.offset, part.offset + _END_BYTES), (stop - _END_BYTES, stop)]
+
+
+def _values_of(file: Path, part: NeededPart) -> list[Span]:
+    """Return the bytes of the needed values, whose record's ends are in the file; the whole record if it has another
+    form than `torch.save` gives it."""
+    if part.is_whole:
+        return []
+    first = first_byte(file, part.offset, part.length, part.sizes, part.dtype)
+    if first is None:
+        return [(part.offset, part.offset + part.length)]
+    return list(spans_of(Record(part.dtype, part.sizes, first), part.box))
 
 
 def _has_length(path: Path, record: FileRecord) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from glm46.config.errors import UserError
 from glm46.config.store_address import is_store_address, store_url
 from glm46.files.store import Store, StoredObject, fetch_links, link, mark_mirror, store_of
+from glm46.files.store_ranges import remove_ranges
 from glm46.storage.checkpoint.integrity import (
     MANIFEST,
     META,
@@ -53,6 +54,7 @@ def refresh_mirror(url: str, folder: Path) -> None:
         path = step_folder(folder, step)
         if path.name not in manifests or (path / MANIFEST).read_bytes() != manifests[path.name]:
             shutil.rmtree(path)
+            remove_ranges(path)
     for name, content in manifests.items():
         if not (folder / name).is_dir():
             _mirror_step(store, folder / name, content, objects)
@@ -133,7 +135,9 @@ def fetch_step(path: Path, names: Collection[str] | None = None) -> None:
 
 
 def release_step(path: Path) -> None:
-    """Replace the fetched files of a step folder in a mirror by links, which frees the disk."""
+    """Replace the fetched files of a step folder in a mirror by links and remove fetched ranges, which frees the
+    disk."""
+    remove_ranges(path)
     body, _ = read_manifest(path, None)
     store = store_of(path.parent)
     if store is None or body is None:

@@ -111,7 +111,7 @@ class StoredTensor(DiskTensor):
             info = self._metadata.storage_data[MetadataIndex(self._name, chunk.offsets)]
             path = self._folder / info.relative_path
             sizes = tuple(chunk.sizes)
-            first = _first_byte(path, info.offset, info.length, sizes, self.dtype)
+            first = first_byte(path, info.offset, info.length, sizes, self.dtype)
             self._places[key] = None if first is None else (path, Record(self.dtype, sizes, first))
         return self._places[key]
 
@@ -150,7 +150,7 @@ def _slices(box: list[tuple[int, int]], origin: list[int]) -> tuple[slice, ...]:
     return tuple(slice(start - zero, stop - zero) for (start, stop), zero in zip(box, origin, strict=True))
 
 
-def _first_byte(path: Path, offset: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
+def first_byte(path: Path, offset: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Return the byte of a file at which a record's contiguous values begin; None if the record has another form.
 
     A record is what `torch.save` writes for a tensor: a zip archive, uncompressed, with a pickle that describes the

@@ -250,7 +250,8 @@ def test_a_run_that_goes_on_on_an_empty_host_changes_no_bit(url, make_config, mo
         torch.seed()  # as each process begins
         assert train(config) == 0
     steps = [f"step-{step:06d}" for step in range(1, 5)]
-    assert objects(url) == {"": {"latest"}, **dict.fromkeys(steps, FILES)}
+    blocks = {f"{step}/blocks": {"__0_0.distcp"} for step in steps}
+    assert objects(url) == {"": {"latest"}, **dict.fromkeys(steps, FILES), **blocks}
     store = Store(url)
     for step in steps[2:]:
         store.remove_folder(step, first="manifest.json")
