@@ -10,6 +10,7 @@ import numpy as np
 from glm46.files.durable import FileRecord, replace_durably
 from glm46.files.regular_file import open_regular
 from glm46.files.safetensors_header import make_header, read_header
+from glm46.files.store_ranges import local_data
 
 _CODES = {"U8": "<u1", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8", "F32": "<f4", "F64": "<f8"}
 _DTYPES: dict[str, np.dtype] = {name: np.dtype(code) for name, code in _CODES.items()}
@@ -28,6 +29,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
 def map_arrays(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str], dict[str, int]]:
     """Map a file. Returns read-only views of all arrays, its metadata, and the offset of each array in bytes.
 
+    Of a link to an object of a store only the header is fetched; see `RangeFile`.
+
     A slice of a memory map is three times as fast as the library's slice, and processes share its memory.
 
     Args:
@@ -38,7 +41,7 @@ def map_arrays(path: Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str
     """
     entries, metadata = read_header(path, remedy)
     # One map for all arrays: each map holds an open file, and a process may have about a thousand.
-    with open_regular(path) as file:
+    with open_regular(local_data(path)) as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     arrays = {
         name: np.frombuffer(content, _DTYPES[entry.dtype], prod(entry.shape), entry.start).reshape(entry.shape)

@@ -5,7 +5,8 @@ SHA-256 of each block of 16 KiB, then the SHA-256 of all bytes before. That is 0
 """
 
 import hashlib
-from typing import Any
+
+import numpy as np
 
 from glm46.files.durable import FileRecord
 
@@ -81,6 +82,6 @@ def first_other_block(data: bytes, digests: bytes) -> int | None:
     return None
 
 
-def digests_between(digests: Any, first: int, stop: int) -> bytes:
-    """Return the digests of some of the blocks."""
-    return bytes(memoryview(digests)[_DIGEST_BYTES * first : _DIGEST_BYTES * stop])
+def digests_between(digests: np.ndarray, first: int, stop: int) -> bytes:
+    """Return the digests of some of the blocks. ``digests``: of all blocks, uint8."""
+    return digests[_DIGEST_BYTES * first : _DIGEST_BYTES * stop].tobytes()

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from glm46.config.errors import UserError
 from glm46.files.file_content import known_fault
 from glm46.files.regular_file import open_regular
+from glm46.files.store_ranges import local_data, range_file
 
 ITEM_BYTES = {
     "F64": 8,
@@ -88,7 +89,11 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
         remedy: advice for the user; ends the messages about a missing or damaged file.
     """
     try:
-        with open_regular(path) as file, safe_open(path, "np") as reader:
+        if (ranges := range_file(path)) is not None:
+            length = int.from_bytes(ranges.read(0, 8), "little")
+            ranges.fetch([(8, min(8 + length, ranges.length))])
+        data = local_data(path)
+        with open_regular(data) as file, safe_open(data, "np") as reader:
             start = 8 + int.from_bytes(file.read(8), "little")
             entries = {}
             for name in reader.offset_keys():  # the library has checked that there are no gaps between them

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,13 +66,26 @@ def link_ranges(file: Path, url: str, length: int, key: str, sha256: str | None)
     return True
 
 
+def stated_sha256(path: Path) -> str | None:
+    """Return the SHA-256 of the object of a link, if it was known when the link was made."""
+    data = _data_of(path)
+    sha256 = data.with_name(f"{data.name}.state").read_text().split()[-1]
+    return None if sha256 == "None" else sha256
+
+
 def limit_ranges(folder: Path, cache_bytes: int) -> None:
-    """Bound the bytes that the ranges of a folder and of its sister folders take on the disk; see `link_ranges`. If
-    all of them fit, a miss fetches 8 MiB, else single blocks."""
+    """Bound the bytes that the ranges of a folder take on the disk, together with those of the folders of other URLs
+    that are bounded. If the folder fits, a miss fetches 8 MiB, else single blocks."""
     ranges = _ranges_of(folder)
+    ranges.mkdir(parents=True, exist_ok=True)
     total = sum(data.stat().st_size for data in ranges.iterdir() if data.suffix == ".safetensors")
     blocks = _BLOCKS_OF_REQUEST if total <= cache_bytes else 1
     (ranges.parent / _LIMIT).write_text(f"{cache_bytes} {blocks}")
+
+
+def limited_bytes(cache: Path) -> int:
+    """Return the bytes that bounded ranges take in a cache, the folder of the folders of URLs."""
+    return sum(_limited_sizes(cache).values())
 
 
 def remove_ranges(folder: Path) -> None:
@@ -123,11 +136,12 @@ class RangeFile:
         Raises:
             StoreError: the store does not answer, or its bytes differ from their digests in two attempts.
         """
-        numbers = [np.arange(*self._aligned_blocks(start, stop)) for start, stop in spans if self._lacks(start, stop)]
-        if not numbers:
+        missing = self._missing(spans := [*spans])
+        if not len(missing):
             return
-        missing = np.unique(np.concatenate(numbers))
-        missing = missing[self._have[missing] & 1 == 0]
+        if self._limit is not None:
+            _make_room(self._limit, self.data.parents[3], BLOCK_BYTES * len(missing))
+            missing = self._missing(spans)  # it may have emptied this file
         breaks = np.flatnonzero(np.diff(missing, prepend=-1) != 1)
         runs = [
             run[at : at + _BLOCKS_OF_REQUEST]
@@ -136,8 +150,6 @@ class RangeFile:
         ]
         first = int(turn * len(runs))
         map_in_threads(self._fetch_run, runs[first:] + runs[:first], OBJECTS_AT_ONCE)
-        if self._limit is not None:
-            _keep_below(self._limit, self.data.parents[3], BLOCK_BYTES * len(missing))
 
     def read(self, start: int, size: int) -> bytes:
         """Return some bytes, which end at the end of the object. Raises the errors of `fetch`."""
@@ -154,12 +166,16 @@ class RangeFile:
         """Fetch some bytes again at their next use."""
         self._have[start // BLOCK_BYTES : -(-(start + size) // BLOCK_BYTES)] &= 254
 
-    def _lacks(self, start: int, stop: int) -> bool:
-        return not (self._have[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] & 1).all()
-
-    def _aligned_blocks(self, start: int, stop: int) -> Span:
+    def _missing(self, spans: Sequence[Span]) -> np.ndarray:
+        """Return the numbers of the blocks to fetch for some ranges, int64, ascending."""
+        numbers = [np.empty(0, np.int64)]
         unit = self._aligned * BLOCK_BYTES
-        return start // unit * self._aligned, min(-(-stop // unit) * self._aligned, len(self._have))
+        for start, stop in spans:
+            if not (self._have[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] & 1).all():
+                first = start // unit * self._aligned
+                numbers.append(np.arange(first, min(-(-stop // unit) * self._aligned, len(self._have))))
+        blocks = np.unique(np.concatenate(numbers))
+        return blocks[self._have[blocks] & 1 == 0]
 
     def _fetch_run(self, numbers: np.ndarray) -> None:
         """Fetch consecutive blocks in one request."""
@@ -186,20 +202,24 @@ class RangeFile:
             self._have[first:stop] |= 1
 
 
-def _keep_below(limit: int, cache: Path, fetched_bytes: int) -> None:
-    """Empty the fullest files of a cache that is too large, after more bytes were fetched."""
+def _make_room(limit: int, cache: Path, more_bytes: int) -> None:
+    """Empty the fullest files of a cache that would be too large with more bytes."""
     unchecked = min(_UNCHECKED_BYTES, limit // 16)
-    _fetched_bytes[cache] = _fetched_bytes.get(cache, unchecked) + fetched_bytes
+    _fetched_bytes[cache] = _fetched_bytes.get(cache, unchecked) + more_bytes
     if _fetched_bytes[cache] < unchecked:
         return
     _fetched_bytes[cache] = 0
-    folders = [file.parent for file in cache.glob(f"*/{_RANGES}/{_LIMIT}")]
-    files = [have.with_suffix("") for folder in folders for have in folder.glob("*/*.have")]
-    sizes = {file: 512 * file.stat().st_blocks for file in files}
-    while sum(sizes.values()) > limit - unchecked:
+    sizes = _limited_sizes(cache)
+    while sizes and sum(sizes.values()) > limit - unchecked - more_bytes:
         fullest = max(sizes, key=sizes.__getitem__)
         sizes.pop(fullest)
         _empty(fullest)
+
+
+def _limited_sizes(cache: Path) -> dict[Path, int]:
+    folders = [file.parent for file in cache.glob(f"*/{_RANGES}/{_LIMIT}")]
+    files = [have.with_suffix("") for folder in folders for have in folder.glob("*/*.have")]
+    return {file: 512 * file.stat().st_blocks for file in files}
 
 
 def _empty(data: Path) -> None:

@@ -10,7 +10,7 @@ from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
 from glm46.config.store_address import store_url
 from glm46.storage.huggingface.hub import fetched_keys
-from glm46.storage.huggingface.stored_folder import CACHE, cache_folder
+from glm46.storage.huggingface.stored_folder import CACHE, RangedKind, cache_folder
 
 _IN_CACHE = re.compile(rf"--[^=]+=.*/(?:(?:models|datasets)--[^/]+/snapshots|{CACHE}/[0-9a-f]{{16}})/")
 """Pattern of an override with a path in the cache of the hub or of object stores, as `fetched_overrides` makes it."""
@@ -18,7 +18,16 @@ _IN_CACHE = re.compile(rf"--[^=]+=.*/(?:(?:models|datasets)--[^/]+/snapshots|{CA
 
 def fetched_overrides(config: RunConfig) -> list[str]:
     """Fetch the ids of the hub, and return overrides with local folders and files instead; see `fetched_keys`."""
-    return [f"--{key}={path}" for key, path in fetched_keys(hub_keys(config)).items()]
+    return [f"--{key}={path}" for key, path in fetched_keys(hub_keys(config), _read_by_range(config)).items()]
+
+
+def _read_by_range(config: RunConfig) -> dict[str, RangedKind]:
+    """Return the keys whose files in an object store are read by range. Frozen weights are hashed, and the servers of
+    reinforcement learning read them too, so they are fetched whole."""
+    kinds: dict[str, RangedKind] = {f"data.sources[{index}].path": "text" for index in range(len(config.data.sources))}
+    if config.adapter is None and config.rl is None:
+        kinds["checkpoint.initial_load_path"] = "weights"
+    return kinds
 
 
 def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None) -> RunConfig:

@@ -17,6 +17,7 @@ from glm46.files.durable import FileRecord, create_durably, hash_file
 from glm46.files.file_content import known_fault, read_json_object
 from glm46.files.regular_file import is_file_name, read_regular
 from glm46.files.store import linked_object
+from glm46.files.store_ranges import stated_sha256
 from glm46.files.threads import map_in_threads
 
 if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported
@@ -166,13 +167,22 @@ def _files_at_once(ranks: "Ranks") -> int:
     return min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))
 
 
+def _sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file; of a link to an object the one that its store states, else that of its content."""
+    target = linked_object(file)
+    if target is None:
+        return hash_file(file).sha256
+    store, name = target
+    return stated_sha256(file) or store.hash(name, store.size(name) or 0).sha256
+
+
 def hash_files(files: Sequence[Path], ranks: "Ranks") -> dict[str, str]:
     """Return the SHA-256 of each file by its name; each rank reads its share, several files at a time. Collective.
     Raises CheckpointError on all ranks if a file cannot be read."""
     local_files = files[ranks.rank :: ranks.size]
     with ranks.stage(f"hashing {files[0].parent}") as stage:
-        records = map_in_threads(hash_file, local_files, _files_at_once(ranks))
-        stage.value = {file.name: record.sha256 for file, record in zip(local_files, records, strict=True)}
+        hashes = map_in_threads(_sha256_of, local_files, _files_at_once(ranks))
+        stage.value = {file.name: sha256 for file, sha256 in zip(local_files, hashes, strict=True)}
     return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
 
 

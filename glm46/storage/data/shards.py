@@ -15,6 +15,7 @@ import numpy as np
 
 from glm46.config.errors import UserError
 from glm46.files.array_file import map_arrays
+from glm46.files.store_ranges import range_file
 
 FORMAT = "glm46-shard-2"
 _TYPES = {"tokens": "uint32", "doc_ends": "int64", "checksums": "uint32"}
@@ -60,6 +61,9 @@ def open_shard(file: Path) -> Shard:
     tokens = tensors["tokens"]
     ends = tensors["doc_ends"]
     checksums = tensors["checksums"]
+    if len(ends) and (ranges := range_file(file)) is not None:
+        last = places["doc_ends"] + ends.nbytes - ends.itemsize
+        ranges.fetch([(last, last + ends.itemsize)])
     if not len(ends) or ends[-1] != len(tokens):
         raise UserError(f"{file}: document ends do not cover its {len(tokens)} tokens; {SHARD_REMEDY}")
     blocks = sum(-(-array.nbytes // BLOCK_BYTES) for array in (ends, tokens))

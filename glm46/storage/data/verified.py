@@ -17,6 +17,7 @@ import numpy as np
 
 from glm46.config.errors import UnreadableError, UserError
 from glm46.files.regular_file import open_descriptor
+from glm46.files.store_ranges import range_file
 from glm46.storage.data.shards import BLOCK_BYTES, NOT_A_TARGET, open_shard
 
 _REMEDY = (
@@ -36,6 +37,7 @@ class VerifiedShard:
     def __init__(self, file: Path, vocab_size: int):
         shard = open_shard(file)
         self._file = file
+        self._ranges = range_file(file)
         self._vocab_size = vocab_size
         self._is_marked = "targets" in shard.metadata
         self._handle: IO[bytes] | None = None
@@ -89,7 +91,7 @@ class VerifiedShard:
             )
         return ends
 
-    def _read(self, blocks: "_Blocks", low: int, high: int) -> np.ndarray:
+    def _read(self, blocks: "_Blocks", low: int, high: int, *, is_again: bool = False) -> np.ndarray:
         """Return a verified copy of the items of a range."""
         per_block = BLOCK_BYTES // blocks.dtype.itemsize
         first_block = low // per_block
@@ -103,6 +105,10 @@ class VerifiedShard:
             start = number * BLOCK_BYTES
             block = data[start : start + BLOCK_BYTES]
             if zlib.crc32(block) != expected:
+                if self._ranges is not None and not is_again:  # damaged on the way, or on the local disk
+                    self._ranges.forget(blocks.values_at + start_bytes, size)
+                    self._ranges.forget(checksums_at, 4 * len(checksums))
+                    return self._read(blocks, low, high, is_again=True)
                 at = blocks.values_at + start_bytes + start
                 self._refuse(at, len(block), f"do not match the checksum at byte {checksums_at + 4 * number}")
         first_item = first_block * per_block
@@ -110,6 +116,8 @@ class VerifiedShard:
 
     def _pread(self, place: int, size: int) -> bytes:
         try:
+            if self._ranges is not None:
+                return self._ranges.read(place, size)
             if self._handle is None:
                 # Unbuffered: reads are short and in random order.
                 self._handle = os.fdopen(open_descriptor(self._file), "rb", buffering=0)

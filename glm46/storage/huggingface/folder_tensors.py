@@ -8,6 +8,7 @@ from pathlib import Path
 from glm46.config.errors import UserError, raise_if
 from glm46.files.file_content import read_json_object
 from glm46.files.regular_file import is_file_name
+from glm46.files.store_ranges import range_file
 from glm46.files.tensor_file import Record, read_records
 from glm46.storage.checkpoint.folder_kind import Kind, pickle_hint, require_kind
 from glm46.storage.huggingface.names import MOST_SHOWN
@@ -35,13 +36,17 @@ def find_tensors(folder: Path) -> Places:
     return places | _unlisted_prediction_layers(folder, places)
 
 
+def _is_there(file: Path) -> bool:
+    return file.is_file() or range_file(file) is not None
+
+
 def _is_left_over(folder: Path, listed_in: Mapping[str, str]) -> bool:
     """Return True if the index belongs to an earlier save in several files, which a save in one file has replaced:
     transformers removes the files and keeps the index. Raises UserError if files of both saves are present."""
     files = sorted(set(listed_in.values()))
-    if SINGLE_FILE in files or not (folder / SINGLE_FILE).is_file():
+    if SINGLE_FILE in files or not _is_there(folder / SINGLE_FILE):
         return False
-    present = [file for file in files if (folder / file).is_file()]
+    present = [file for file in files if _is_there(folder / file)]
     if present:
         raise UserError(
             f"{folder}: holds two models: {SINGLE_FILE}, and {INDEX} with {present[0]}; transformers reads the first, "
@@ -75,7 +80,7 @@ def _unlisted_prediction_layers(folder: Path, places: Places) -> Places:
     """Return the tensors of a file of prediction layers that the index does not name, as in some releases of GLM-4.7;
     empty if their layers are in the other files too."""
     file = folder / MTP_FILE
-    if not file.is_file() or any(path == file for path, _ in places.values()):
+    if not _is_there(file) or any(path == file for path, _ in places.values()):
         return {}
     records = read_records(file)
     is_of_new_layers = all(name.startswith("model.layers.") and name not in places for name in records)
@@ -108,7 +113,7 @@ def _missing_files(match: re.Match[str], names: set[str]) -> str:
 def _without_index(folder: Path) -> Places:
     """Find the tensors in the one file of a folder, or in all its files, see `find_tensors`."""
     single = folder / SINGLE_FILE
-    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    paths = [single] if _is_there(single) else sorted(folder.glob("*.safetensors"))
     if not paths:
         hint = pickle_hint(folder) or "; download them, or export the model again"
         raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")

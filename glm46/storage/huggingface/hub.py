@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from glm46.config.errors import UserError, raise_if
 from glm46.config.hub_address import HubId, HubKey, OnHub, is_hub_address
 from glm46.config.store_address import is_store_address
-from glm46.storage.huggingface.stored_folder import fetch_folder
+from glm46.storage.huggingface.stored_folder import RangedKind, fetch_folder
 
 MODEL = OnHub("model")
 TOKENIZER = OnHub("tokenizer")
+NOTHING: Mapping[str, RangedKind] = MappingProxyType({})
 DATASET = OnHub("dataset")
 _IN_CACHE = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[^/]+)/?")
 """Source: huggingface_hub `file_download.py`, ``repo_folder_name``."""
@@ -46,14 +48,15 @@ def with_folders(argv: Sequence[str], folders: Mapping[str, str]) -> list[str]:
     return replaced
 
 
-def fetched_keys(keys: Iterable[HubKey]) -> dict[str, str]:
+def fetched_keys(keys: Iterable[HubKey], by_range: Mapping[str, RangedKind] = NOTHING) -> dict[str, str]:
     """Return the local folder or file of each key of a config whose value is an id, by its dotted key; see
-    `local_path`. Raises UserError with one fault for each id that cannot be fetched."""
+    `local_path`. ``by_range``: see `fetch_folder`, by key. Raises UserError with one fault for each id that cannot be
+    fetched."""
     paths = dict[str, str]()
     faults = list[str]()
     for key, mark, value in keys:
         try:
-            paths[key] = str(local_path(value, mark, f"{key} ="))
+            paths[key] = str(local_path(value, mark, f"{key} =", by_range.get(key)))
         except UserError as error:
             faults += error.faults
     raise_if(faults)
@@ -65,7 +68,7 @@ def local_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(str(local_path(path, DATASET, "input =")) if is_hub_address(path) else path for path in inputs)
 
 
-def local_path(hub_address: Path | str, mark: OnHub, option: str) -> Path:
+def local_path(hub_address: Path | str, mark: OnHub, option: str, by_range: RangedKind | None = None) -> Path:
     """Return the folder in huggingface_hub's cache that holds the files of a repository, or the file, folder or glob in
     it that the id names. Missing or changed files are downloaded, with huggingface_hub's progress, token and variables
     (``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``); processes that need the same file wait for one
@@ -75,13 +78,14 @@ def local_path(hub_address: Path | str, mark: OnHub, option: str) -> Path:
         hub_address: ``hf://owner/name`` or ``hf://datasets/owner/name/path``, with ``@revision`` after the name; or the
             URL of a folder in an object store, see `fetch_folder`.
         option: option or key, for messages.
+        by_range: see `fetch_folder`; without effect for the hub.
 
     Raises:
         UserError: huggingface_hub is not installed, the id is malformed, or the files are neither in the cache nor
             received from the hub.
     """
     if is_store_address(str(hub_address)):
-        return fetch_folder(str(hub_address), option)
+        return fetch_folder(str(hub_address), option, by_range)
     hub_id = mark.parse(str(hub_address))
     if hub_id is None:
         raise UserError(f"{option} {hub_address}: not an id of the hub; give {mark.form}")

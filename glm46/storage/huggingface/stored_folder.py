@@ -5,19 +5,24 @@ takes it for a folder of its kind is written last: config.json, adapter_config.j
 """
 
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from glm46.config.errors import UserError
 from glm46.config.store_address import is_store_address, store_url
+from glm46.files.block_digests import LEAST_BYTES
 from glm46.files.durable import hash_file
 from glm46.files.lock import FileLock
-from glm46.files.store import OBJECTS_AT_ONCE, Store
+from glm46.files.store import OBJECTS_AT_ONCE, Store, StoredObject
+from glm46.files.store_ranges import limit_ranges, limited_bytes, link_ranges
 from glm46.files.threads import map_in_threads
 from glm46.storage.checkpoint.integrity import MANIFEST, read_manifest, records_of
 
+RangedKind: TypeAlias = Literal["weights", "text"]
 SUMS = "SHA256SUMS"
 CACHE = "glm46-store"
 """Folder of the cache, under ~/.cache."""
@@ -30,13 +35,15 @@ def cache_folder(url: str) -> Path:
     return Path.home() / ".cache" / CACHE / digest / url.rpartition("/")[2]
 
 
-def fetch_folder(address: str, option: str) -> Path:
+def fetch_folder(address: str, option: str, by_range: RangedKind | None = None) -> Path:
     """Return the local folder with the files of a folder in a store, in the cache. Objects that are not there, or that
     were written again, are downloaded and compared with the hashes that the folder has.
 
     Args:
         address: a URL, see `is_store_address`.
         option: option or key, for messages.
+        by_range: contents of large safetensors files that are read by range: they become links, see `link_ranges`.
+            Ranges of text share a bounded cache. None: all objects are downloaded.
 
     Raises:
         UserError: the store cannot be read, has no such folder, or has other bytes than its hashes.
@@ -48,7 +55,7 @@ def fetch_folder(address: str, option: str) -> Path:
         lock = FileLock(folder.with_name("lock"))
         lock.acquire(None)
         try:
-            _fetch(Store(url), folder)
+            _fetch(Store(url), folder, by_range)
         finally:
             lock.release()
     except ValueError as error:
@@ -59,17 +66,18 @@ def fetch_folder(address: str, option: str) -> Path:
     return folder
 
 
-def _fetch(store: Store, folder: Path) -> None:
+def _fetch(store: Store, folder: Path, by_range: RangedKind | None) -> None:
     objects = {name: stored for name, stored in store.objects().items() if "/" not in name}
     if not objects:
         raise FileNotFoundError(None, "the store has no objects there", store.url)
     versions = folder.with_name("versions")
     old_lines = set(versions.read_text().splitlines()) if versions.is_file() else set()
     lines = {name: f"{name} {stored}" for name, stored in objects.items()}
-    missing = {name for name, line in lines.items() if line not in old_lines or not (folder / name).is_file()}
+    ranged = {name for name, stored in objects.items() if by_range and _is_ranged(name, stored)}
+    missing = {name for name, line in lines.items() if line not in old_lines or not (folder / name).is_file()} | ranged
     versions.unlink(missing_ok=True)
     for path in folder.iterdir():
-        if path.name not in objects or path.name in missing:
+        if path.name not in objects or path.name in missing - ranged:  # a link is replaced at once
             path.unlink()
     for name in (SUMS, MANIFEST):
         if name in missing:
@@ -79,10 +87,26 @@ def _fetch(store: Store, folder: Path) -> None:
         raise FileNotFoundError(None, f"lacks {absent[0]}, which its list of hashes has", store.url)
 
     def fetch(name: str) -> None:
-        store.fetch(name, folder / name, objects[name].bytes, sums.get(name))
+        stored = objects[name]
+        is_linked = name in ranged and link_ranges(
+            folder / name, store.url_of(name), stored.bytes, stored.version, sums.get(name)
+        )
+        if not is_linked:
+            store.fetch(name, folder / name, stored.bytes, sums.get(name))
 
     map_in_threads(fetch, sorted(missing - {SUMS, MANIFEST}), OBJECTS_AT_ONCE)
+    if by_range == "text":
+        limit_ranges(folder, cache_bytes(folder))
     versions.write_text("".join(f"{line}\n" for line in lines.values()))
+
+
+def _is_ranged(name: str, stored: StoredObject) -> bool:
+    return name.endswith(".safetensors") and stored.bytes >= LEAST_BYTES
+
+
+def cache_bytes(folder: Path) -> int:
+    """Return how many bytes of text are kept on the disk of a folder: half of what is free there, or cached."""
+    return (shutil.disk_usage(folder).free + limited_bytes(folder.parents[1])) // 2
 
 
 def _hashes(folder: Path) -> dict[str, str]:
