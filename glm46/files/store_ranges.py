@@ -175,7 +175,8 @@ class RangeFile:
                 first = start // unit * self._aligned
                 numbers.append(np.arange(first, min(-(-stop // unit) * self._aligned, len(self._have))))
         blocks = np.unique(np.concatenate(numbers))
-        return blocks[self._have[blocks] & 1 == 0]
+        missing: np.ndarray = blocks[self._have[blocks] & 1 == 0]
+        return missing
 
     def _fetch_run(self, numbers: np.ndarray) -> None:
         """Fetch consecutive blocks in one request."""

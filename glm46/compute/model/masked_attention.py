@@ -6,11 +6,13 @@ It needs no gathered rows. Up to some length of the longest document it also nee
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from glm46 import compat
+from glm46.compat import FunctionContext
 from glm46.compute.model.attention_runs import plain_attention, plain_attention_backward
 from glm46.compute.model.indexer import query_chunks
 
@@ -46,7 +48,7 @@ def _mask(chosen_NK: Tensor, keys: slice) -> Tensor:
     return mask.scatter_(1, column.long(), True)[:, :-1].unsqueeze(0)
 
 
-def _kernels(device: torch.device) -> tuple[Callable, Callable]:
+def _kernels(device: torch.device) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
     """Return `plain_attention` and its backward, or what computes them on this device."""
     if device.type == "cpu":
         return compat.cpu_attention, compat.cpu_attention_backward
@@ -86,7 +88,7 @@ def masked_attention(
 
 
 @masked_attention.register_fake
-def _(q_NHC, k_THC, v_THC, chosen_NK, limits):
+def _(q_NHC: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     log_sum_NH = q_NHC.new_empty(q_NHC.shape[:2], dtype=torch.promote_types(q_NHC.dtype, torch.float32))
     return torch.empty_like(q_NHC, memory_format=torch.contiguous_format), log_sum_NH
 
@@ -121,16 +123,20 @@ def _masked_attention_backward(
 
 
 @_masked_attention_backward.register_fake
-def _(grad_NHC, q_NHC, k_THC, v_THC, *_):
+def _(grad_NHC: Tensor, q_NHC: Tensor, k_THC: Tensor, v_THC: Tensor, *_: object) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHC, k_THC, v_THC))
 
 
-def _save(ctx, inputs, output) -> None:
+class _MaskContext(FunctionContext, Protocol):
+    limits: Sequence[int]
+
+
+def _save(ctx: _MaskContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q_NHC, k_THC, v_THC, chosen_NK, ctx.limits = inputs
     ctx.save_for_backward(q_NHC, k_THC, v_THC, chosen_NK, *output)
 
 
-def _gradients(ctx, grad_NHC: Tensor, _):
+def _gradients(ctx: _MaskContext, grad_NHC: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *_masked_attention_backward(grad_NHC.contiguous(), *ctx.saved_tensors, ctx.limits), None, None
 
 

@@ -103,7 +103,7 @@ class _LinkedFiles(FileSystem):
     """DCP's file system, which reads the fetched ranges of files that are links to objects of a store."""
 
     @contextmanager
-    def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any, None, None]:
         with local_data(Path(path)).open(mode) as stream:
             yield stream
 
