@@ -11,7 +11,7 @@ from glm46.run.context_keys import keys_travel
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
 from glm46.run.flops import TrainingFlops, training_flops
 from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world, why_not_in_levels
-from glm46.run.schedule import batch_sequences
+from glm46.run.schedule import batch_sequences, learning_rate_factor
 
 LEAST_ROWS_OF_EXPERT = 512
 """Minimum rows per expert in a chunk: grouped products of fewer rows take longer per row."""
@@ -80,6 +80,18 @@ class Plan:
     def end_tokens(self) -> int:
         """Tokens of the curriculum at the end of this run: the end of a schedule without its own total."""
         return self.config.lr_scheduler.start_tokens + self.budget_tokens
+
+    def learning_rate_factor(self, stage: TextStage, clock: int, step_tokens: int) -> float:
+        """Return the learning rate of a step relative to its peak: `indexer.lr` while only indexers are trained, if it
+        is set; otherwise `learning_rate_factor`.
+
+        Args:
+            clock: tokens of the curriculum before the step.
+        """
+        config = self.config
+        if stage.indexer == "alone" and config.indexer.lr is not None:
+            return config.indexer.lr / (config.optimizer.adamw_lr or config.optimizer.lr)  # AdamW trains indexers
+        return learning_rate_factor(clock, config.lr_scheduler, self.end_tokens, step_tokens)
 
     @property
     def stage_tokens(self) -> list[int]:

@@ -10,7 +10,7 @@ from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, RMSNorm
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions, RoutingStatistics
-from glm46.compute.model.sparse_attention import Choice, SparseLatentAttention
+from glm46.compute.model.sparse_attention import SparseLatentAttention, SparseState
 from glm46.config.model import ModelShape
 
 
@@ -21,11 +21,8 @@ class LayerOutput(NamedTuple):
     """[B, S, D]."""
     statistics: RoutingStatistics | None
     """None for a dense layer."""
-    choice: Choice | None = None
-    """Keys that sparse attention chose, for the following layers that share the choice; None for a layer without an
-    indexer."""
-    index_losses: Tensor | None = None
-    """The argument of this name, with those of this layer added."""
+    sparse: SparseState | None = None
+    """Addition of sparse attention to the state, see `SparseState.followed_by`; None for other attention."""
 
 
 def _attention(shape: ModelShape, has_indexer: bool) -> Attention | LatentAttention:
@@ -53,31 +50,23 @@ class TransformerBlock(nn.Module):
         is_real: Tensor | None,
         options: RoutingOptions,
         routes: Tensor | None = None,
-        choice: Choice | None = None,
-        index_losses: Tensor | None = None,
+        sparse: SparseState = SparseState(),  # noqa: B008 - a tuple
     ) -> LayerOutput:
         """Map [B, S, D] to [B, S, D].
 
         Args:
             routes: [B, S, A], see `Router.forward`; only for MoE layers.
-            choice: `LayerOutput.choice` of the last layer with an indexer; only for sparse attention.
-            index_losses: FP32 [2], sums of `index_loss` over the layers before, to which those of this layer are added;
-                None if indexers are not trained. FSDP2 frees the weights of a layer in backward when the gradient of an
-                input is there: while only indexers are trained, no other input has one.
+            sparse: state after the layer before; only for sparse attention.
         """
         normed = self.input_layernorm(x)
-        own_choice: Choice | None = None
+        added: SparseState | None = None
         if isinstance(self.self_attn, SparseLatentAttention):
-            attended, own_choice, own_losses = self.self_attn(
-                normed, rope, layout, choice, is_real, loss=options.index_loss
-            )
-            if index_losses is not None:
-                index_losses = index_losses + own_losses
+            attended, added = self.self_attn(normed, rope, layout, sparse, is_real, loss=options.index_loss)
         else:
             attended = self.self_attn(normed, rope, layout)
         x = x + attended
         normed = self.post_attention_layernorm(x)
         if self.is_dense:
-            return LayerOutput(x + self.mlp(normed), None, own_choice, index_losses)
+            return LayerOutput(x + self.mlp(normed), None, added)
         y, statistics = self.mlp(normed, is_real, options, routes)
-        return LayerOutput(x + y, statistics, own_choice, index_losses)
+        return LayerOutput(x + y, statistics, added)

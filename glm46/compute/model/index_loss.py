@@ -6,7 +6,7 @@ divergence KL(target || softmax(index scores)). Source: DeepSeek-V3.2 (technical
 they are compared with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,11 @@ class HeadShare(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What determines the attention of the heads of this rank, without gradient."""
+    """Queries and keys of the heads of this rank, without gradient."""
 
     q_NHW: Tensor
-    """Absorbed queries, see `SparseLatentAttention.absorbed_queries`."""
+    """Absorbed queries, see `SparseLatentAttention.absorbed_queries`, times the scale of attention."""
     rows_TW: Tensor
-    scale: float
 
 
 class _Chunk(NamedTuple):
@@ -69,7 +68,13 @@ def index_loss(
         FP32 [2]: the loss summed over real queries, with a gradient; and, if `chosen_NK` is None, the sum of the target
         on the ``top_k`` best keys, without gradient, else 0. With divided heads, the sums over this rank's queries.
     """
-    results: tuple[Tensor, ...] = index_loss_operator(*index, *attention, *spans, chosen_NK, is_real_N, top_k, *heads)
+    if is_real_N is None:
+        is_real_N = torch.ones_like(spans.first_N, dtype=torch.bool)
+    queries = [spans.first_N, spans.end_N, is_real_N]
+    counts = [spans.queries_per_row, top_k, heads.rank, heads.ranks]
+    results: tuple[Tensor, ...] = index_loss_operator(
+        *index, list(attention), queries, chosen_NK, counts, heads.group_name
+    )
     return results[0]
 
 
@@ -113,7 +118,7 @@ def _products(queries_nXY: Tensor, keys: Tensor) -> Tensor:
 
 def _target(attention: AttentionInputs, chunk: _Chunk) -> Tensor:
     """Sum the attention of this rank's heads, FP32 [n, M]."""
-    scores_nHM = _products(attention.q_NHW[chunk.queries], attention.rows_TW[chunk.keys]).float().mul_(attention.scale)
+    scores_nHM = _products(attention.q_NHW[chunk.queries], attention.rows_TW[chunk.keys]).float()
     return scores_nHM.masked_fill_(~chunk.is_visible_nM.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
 
 
@@ -127,7 +132,7 @@ class _Totals(NamedTuple):
     """FP32: a key gets a part of its gradient from each of its queries."""
     grad_weights_NG: Tensor
 
-    def add(self, index: IndexTensors, chunk: _Chunk, target_nM: Tensor, is_real_N: Tensor | None, top_k: int) -> None:
+    def add(self, index: IndexTensors, chunk: _Chunk, target_nM: Tensor, is_real_N: Tensor, top_k: int) -> None:
         """Add the loss of a chunk and its derivatives, in place. ``target_nM``: each row has the sum 1."""
         q_nGJ = index.q_NGJ[chunk.queries].float()
         k = index.k_TJ[chunk.keys].float()
@@ -140,25 +145,19 @@ class _Totals(NamedTuple):
         log_share_nM = scores_nM.log_softmax(-1).masked_fill(~chunk.is_visible_nM, 0.0)
         divergence_n = (torch.special.xlogy(target_nM, target_nM) - target_nM * log_share_nM).sum(-1)
         grad_scores_nM = scores_nM.softmax(-1) - target_nM
-        if is_real_N is not None:
-            is_real_n = is_real_N[chunk.queries]
-            divergence_n = divergence_n * is_real_n
-            grad_scores_nM = grad_scores_nM * is_real_n.unsqueeze(1)
-        self.losses[0] += divergence_n.sum()
+        is_real_n = is_real_N[chunk.queries]
+        grad_scores_nM = grad_scores_nM * is_real_n.unsqueeze(1)
+        self.losses[0] += (divergence_n * is_real_n).sum()
 
         self.grad_weights_NG[chunk.queries] = torch.bmm(active_nGM, grad_scores_nM.unsqueeze(-1)).squeeze(-1)
         grad_products = grad_scores_nM.unsqueeze(1) * weights_nG.unsqueeze(-1) * (active_nGM > 0) * scale
         self.grad_q_NGJ[chunk.queries] = (grad_products @ k).to(self.grad_q_NGJ.dtype)
         if isinstance(chunk.keys, slice):
             self.grad_k_TJ[chunk.keys] += grad_products.flatten(0, 1).t() @ q_nGJ.flatten(0, 1)
-            self._add_mass(scores_nM, target_nM, None if is_real_N is None else is_real_n, top_k)
+            best_nK = best_keys(scores_nM, min(top_k, scores_nM.shape[1]))
+            self.losses[1] += (target_nM.gather(1, best_nK).sum(1) * is_real_n).sum()
         else:
             self.grad_k_TJ.index_add_(0, chunk.keys.flatten(), (grad_products.mT @ q_nGJ).flatten(0, 1))
-
-    def _add_mass(self, scores_nM: Tensor, target_nM: Tensor, is_real_n: Tensor | None, top_k: int) -> None:
-        best_nK = best_keys(scores_nM, min(top_k, scores_nM.shape[1]))
-        mass_n = target_nM.gather(1, best_nK).sum(1)
-        self.losses[1] += (mass_n if is_real_n is None else mass_n * is_real_n).sum()
 
 
 def _sum_over_heads(target_nM: Tensor, group_name: str) -> Tensor:
@@ -170,26 +169,27 @@ def index_loss_operator(
     q_NGJ: Tensor,
     k_TJ: Tensor,
     weights_NG: Tensor,
-    q_NHW: Tensor,
-    rows_TW: Tensor,
-    scale: float,
-    first_N: Tensor,
-    end_N: Tensor,
-    queries_per_row: int,
+    attention_inputs: Sequence[Tensor],
+    queries: Sequence[Tensor],
     chosen_NK: Tensor | None,
-    is_real_N: Tensor | None,
-    top_k: int,
-    rank: int,
-    ranks: int,
+    counts: Sequence[int],
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `index_loss`, and its derivatives by the index tensors.
 
     A custom operator, chunk by chunk, so that no tensor of queries times keys is kept for backward, activation
     checkpointing can keep its results, and compiled layers can contain it.
+
+    Args:
+        attention_inputs: `AttentionInputs`.
+        queries: first key, end, and ``is_real`` of each query.
+        counts: ``queries_per_row`` of `KeySpans`; ``top_k``; rank and ranks of `HeadShare`.
     """
+    q_NHW, rows_TW = attention_inputs
+    first_N, end_N, is_real_N = queries
+    queries_per_row, top_k, rank, ranks = counts
     index = IndexTensors(q_NGJ, k_TJ, weights_NG)
-    attention = AttentionInputs(q_NHW, rows_TW, scale)
+    attention = AttentionInputs(q_NHW, rows_TW)
     spans = KeySpans(first_N, end_N, queries_per_row)
     totals = _Totals(
         torch.zeros(2, dtype=torch.float32, device=q_NGJ.device),
@@ -215,9 +215,9 @@ def _save(ctx: FunctionContext, inputs: tuple[object, ...], output: tuple[Tensor
     ctx.save_for_backward(*output[1:])
 
 
-def _gradients(ctx: FunctionContext, grad_losses: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: FunctionContext, grad_losses: Tensor, *_: object) -> tuple[Tensor | list[None] | None, ...]:
     gradients = [gradient * grad_losses[0].to(gradient.dtype) for gradient in ctx.saved_tensors]
-    return *gradients, *[None] * 12
+    return *gradients, [None] * 2, [None] * 3, None, None, None  # a list for a list of tensors
 
 
 index_loss_operator.register_autograd(_gradients, setup_context=_save)

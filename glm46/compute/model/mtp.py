@@ -11,6 +11,7 @@ from glm46.compute.model.block import LayerOutput, TransformerBlock
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.compute.model.layers import Linear, RMSNorm
 from glm46.compute.model.router import RoutingOptions
+from glm46.compute.model.sparse_attention import SparseState
 from glm46.config.model import ModelShape
 
 
@@ -36,17 +37,17 @@ class MTPLayer(nn.Module):
         layout: AttentionLayout | None,
         is_real: Tensor | None,
         options: RoutingOptions,
-        index_losses: Tensor | None = None,
+        sparse: SparseState = SparseState(),  # noqa: B008 - a tuple
     ) -> LayerOutput:
         """Compute the output of this depth's layer, with the hidden state after the final norm.
 
         Args:
             hidden: [B, S, D], result of the previous depth after its final norm.
             embedding: [B, S, D], embeddings of the tokens k positions ahead.
-            index_losses: see `TransformerBlock.forward`.
+            sparse: see `TransformerBlock.forward`.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        output: LayerOutput = self.block(x, rope, layout, is_real, options, index_losses=index_losses)
+        output: LayerOutput = self.block(x, rope, layout, is_real, options, sparse=sparse)
         return output._replace(hidden=self.norm(output.hidden))
 
 

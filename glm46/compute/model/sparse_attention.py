@@ -35,24 +35,25 @@ SparseCore = Callable[
 [B, S, H, C] and the choice."""
 
 
-class Choice(NamedTuple):
-    """Choice of an indexer, for its layer and the following layers without one."""
+class SparseState(NamedTuple):
+    """State that layers with sparse attention pass to the following layers."""
 
-    keys: Tensor | None
-    """int32 [B * S, K], see `choose_keys`; None if all keys are attended to."""
+    keys: Tensor | None = None
+    """int32 [B * S, K], the choice of an indexer, see `choose_keys`; None if all keys are attended to."""
     tensors: IndexTensors | None = None
-    """What the indexer computed for the tokens of this rank; only if indexers are trained."""
+    """Result of this indexer for the tokens of this rank; only if indexers are trained."""
+    losses: Tensor | None = None
+    """FP32 [2], sums of `index_loss` over layers; None if indexers are not trained. Each layer adds its own: FSDP2
+    frees the weights of a layer in backward when the gradient of an input is there, and while only indexers are
+    trained, no other input has one."""
 
-
-class SparseOutput(NamedTuple):
-    """Result of sparse attention."""
-
-    out: Tensor
-    """[B, S, D]."""
-    choice: Choice | None
-    """None if the layer has no indexer."""
-    index_losses: Tensor | None
-    """See `index_loss`; None if indexers are not trained."""
+    def followed_by(self, later: "SparseState") -> "SparseState":
+        """Return the state after a layer, from its result: a layer without an indexer has no keys and tensors in it."""
+        return SparseState(
+            self.keys if later.keys is None else later.keys,
+            self.tensors if later.tensors is None else later.tensors,
+            later.losses,
+        )
 
 
 GatherKeys = Callable[[Tensor, AttentionLayout | None], Tensor]
@@ -87,22 +88,25 @@ class SparseLatentAttention(LatentAttention):
         self.head_share = HeadShare()
         """Division of the heads over ranks, for the index loss."""
 
-    def forward(  # type: ignore[override]  # the choice goes in and out
+    def forward(  # type: ignore[override]  # the state goes in and out
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
         layout: AttentionLayout | None,
-        choice: Choice | None,
+        state: SparseState,
         is_real: Tensor | None = None,
         *,
         loss: Literal["none", "dense", "sparse"] = "none",
-    ) -> SparseOutput:
+    ) -> tuple[Tensor, SparseState]:
         """Attend over [B, S, D]; further arguments as in `LatentAttention`.
 
         Args:
-            choice: choice of an earlier layer; not used by a layer with an indexer.
+            state: state after the layer before. Its choice is not used by a layer with an indexer.
             is_real: bool [B, S], false for padding, which has no index loss. None: there is none.
             loss: loss of the indexer to compute, see `RoutingOptions.index_loss`.
+
+        Returns:
+            [B, S, D], and what the layer adds to the state, see `SparseState.followed_by`.
         """
         query_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.rotated_queries(query_latent, rope)
@@ -111,24 +115,22 @@ class SparseLatentAttention(LatentAttention):
         if self.indexer is not None:
             make_index = partial(self.indexer, x, query_latent, rope)
         attend = self.cached_core or self.attend
-        earlier_keys = None if choice is None else choice.keys
         if loss == "none":
-            out, keys = attend(q, rows, make_index, layout, earlier_keys)
-            own_choice = None if make_index is None else Choice(keys)
-            return SparseOutput(self.o_proj(out.flatten(2)), own_choice, None)
-        index = None if choice is None else choice.tensors
+            out, keys = attend(q, rows, make_index, layout, state.keys)
+            return self.o_proj(out.flatten(2)), SparseState(keys if self.indexer is not None else None)
+        tensors = state.tensors
         if make_index is not None:
-            index = make_index()
-            make_index = partial(_same, index)
-        assert index is not None, "the first layer has an indexer"
+            tensors = make_index()
+            make_index = partial(_same, tensors)
+        assert tensors is not None and state.losses is not None, "the first layer has an indexer"
         if loss == "dense":
             out = self.core(q, rows, self.expand, layout)
             keys = None
         else:
-            out, keys = attend(q, rows, make_index, layout, earlier_keys)
-        losses = self._index_losses(index, q, rows, layout, keys, is_real)
-        own_choice = None if make_index is None else Choice(keys, index)
-        return SparseOutput(self.o_proj(out.flatten(2)), own_choice, losses)
+            out, keys = attend(q, rows, make_index, layout, state.keys)
+        losses = state.losses + self._index_losses(tensors, q, rows, layout, keys, is_real)
+        out = self.o_proj(out.flatten(2))
+        return out, SparseState(losses=losses) if self.indexer is None else SparseState(keys, tensors, losses)
 
     def _index_losses(
         self,
@@ -143,11 +145,8 @@ class SparseLatentAttention(LatentAttention):
         B, S, _, _ = q.shape
         index = index._replace(k_TJ=self.gather_keys(index.k_TJ.view(B, S, 1, -1), layout))
         with torch.no_grad():
-            attention = AttentionInputs(
-                self.absorbed_queries(q.flatten(0, 1), self.weight_by_head()),
-                self.gather_keys(rows, layout),
-                self.head_dim**-0.5,
-            )
+            q_NHW = self.absorbed_queries(q.flatten(0, 1), self.weight_by_head())
+            attention = AttentionInputs(q_NHW * self.head_dim**-0.5, self.gather_keys(rows, layout))
             spans = key_spans(layout, B, S, q.device)
         is_real = None if is_real is None else is_real.flatten()
         return index_loss(index, attention, spans, chosen, is_real, self.top_k, self.head_share)

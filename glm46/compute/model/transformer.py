@@ -15,7 +15,7 @@ from glm46.compute.model.layers import Linear, RMSNorm, local_weight
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import Router, RoutingOptions, RoutingStatistics
-from glm46.compute.model.sparse_attention import Choice
+from glm46.compute.model.sparse_attention import SparseState
 from glm46.config.model import ModelShape
 from glm46.run.function import NetworkFunction
 from glm46.run.parameters import Head
@@ -231,35 +231,34 @@ class Transformer(nn.Module):
         # Built here, not passed in: every pipeline stage builds its own from the same small integers.
         context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
         statistics: list[RoutingStatistics] = []
-        choice: Choice | None = None
-        index_losses: Tensor | None = None
+        sparse = SparseState()
         if options.index_loss != "none":
-            index_losses = torch.zeros(2, device=hidden.device, requires_grad=torch.is_grad_enabled())
+            sparse = SparseState(losses=torch.zeros(2, device=hidden.device, requires_grad=torch.is_grad_enabled()))
         for i, layer in self.layers.items():
             moe_index = int(i) - self.shape.first_k_dense_replace
             layer_routes = None if routes is None or moe_index < 0 else routes[:, :, moe_index]
-            output = layer(hidden, *context, layer_routes, choice, index_losses)
-            hidden, layer_statistics, own_choice, index_losses = output
-            choice = own_choice or choice
+            hidden, layer_statistics, added = layer(hidden, *context, layer_routes, sparse)
+            sparse = sparse if added is None else sparse.followed_by(added)
             if layer_statistics is not None:
                 statistics.append(layer_statistics)
         if self.embed_tokens is not None and mtp_input_ids is not None:
             mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
         if self.norm is None:
-            return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, index_losses, hidden))
+            return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, sparse.losses, hidden))
         hidden = self.norm(hidden)
         if self.value_head is not None:
             no_losses = hidden.new_zeros(0, dtype=torch.float32)
             predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
             values = self.value_head(hidden)
-            return LossSums(None, no_losses, *self._sums(statistics, index_losses, hidden), predictions, values=values)
+            return LossSums(None, no_losses, *self._sums(statistics, sparse.losses, hidden), predictions, values=values)
         if labels is None:
             assert self.lm_head is not None, "the last part has one of the two heads"
             logits: Tensor = self.lm_head(hidden)
             return logits
         restriction: dict[str, Any] = {} if kept is None else {"kept": kept}
         form = partial(form, **restriction)
-        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, index_losses, context)
+        mtp_inputs = None if mtp_embeddings is None or mtp_labels is None else (mtp_embeddings, mtp_labels)
+        return self._loss_sums(hidden, labels, form, mtp_inputs, statistics, sparse.losses, context)
 
     def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
         layout = attention_layout(document_ids, positions.shape, self.shape.sliding_window)
@@ -270,17 +269,17 @@ class Transformer(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         form: HeadForm,
-        mtp_embeddings: Tensor | None,
-        mtp_labels: Tensor | None,
+        mtp_inputs: tuple[Tensor, Tensor] | None,
         statistics: list[RoutingStatistics],
         index_losses: Tensor | None,
         context: tuple[object, ...],
     ) -> LossSums:
-        """Apply the head, and the prediction depths if there are embeddings. ``context``: further arguments of a
-        layer."""
+        """Apply the head, and the prediction depths if there are embeddings and labels for them. ``context``: further
+        arguments of a layer."""
         assert self.lm_head is not None, "the last part has one of the two heads"
         heads = [self.lm_head(hidden, labels, form)]
-        if mtp_embeddings is not None and mtp_labels is not None:
+        if mtp_inputs is not None:
+            mtp_embeddings, mtp_labels = mtp_inputs
             if self.mtp_alone:
                 # Same values, but the gradient is zeros instead of None: pipeline stages send it back.
                 mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
@@ -290,8 +289,10 @@ class Transformer(nn.Module):
             depths = mtp_labels.shape[1] if layers else 0  # a model without prediction layers ignores their targets
             for k in range(depths):
                 index = k % len(layers)
-                output = layers[index](hidden, mtp_embeddings[:, k], *context, index_losses)
-                hidden, call_statistics, _, index_losses = output
+                # Each depth makes its own choice of keys.
+                state = SparseState(losses=index_losses)
+                hidden, call_statistics, added = layers[index](hidden, mtp_embeddings[:, k], *context, state)
+                index_losses = None if added is None else added.losses
                 if k < len(layers):
                     layer_statistics.append(call_statistics)
                 else:

@@ -12,7 +12,7 @@ from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.quantised_weights import let_conversions_compile
-from glm46.compute.model.sparse_attention import Choice
+from glm46.compute.model.sparse_attention import SparseState
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.compiled_code import repair_compiled_code
 
@@ -97,7 +97,7 @@ def _for_any_layout(forward: Callable[..., _Output], *, sizes_vary: bool) -> Cal
                 compat.let_size_vary(argument.cu_seq_k, 0)
                 if isinstance(argument.exchange, KeyExchange):
                     compat.let_size_vary(argument.exchange.keys, 0)
-            elif sizes_vary and isinstance(argument, Choice):
+            elif sizes_vary and isinstance(argument, SparseState):
                 if argument.keys is not None:
                     compat.let_size_vary(argument.keys, 0)
             elif sizes_vary:

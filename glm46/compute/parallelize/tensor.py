@@ -33,7 +33,7 @@ from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, local_weight
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import Router, RoutingOptions
-from glm46.compute.model.sparse_attention import SparseLatentAttention, SparseOutput
+from glm46.compute.model.sparse_attention import SparseLatentAttention, SparseState
 from glm46.compute.model.transformer import OutputHead, Transformer, ValueHead
 from glm46.run.parameters import find_parameter
 
@@ -100,12 +100,12 @@ def _on_whole_sequences(forward: Callable[..., Tensor], group: dist.ProcessGroup
 
 
 def _choosing_on_whole_sequences(
-    forward: Callable[..., SparseOutput], group: dist.ProcessGroup
-) -> Callable[..., SparseOutput]:
+    forward: Callable[..., tuple[Tensor, SparseState]], group: dist.ProcessGroup
+) -> Callable[..., tuple[Tensor, SparseState]]:
     # Indexers are not split: every rank makes the choice of all tokens, from the same numbers.
-    def on_whole_sequences(x: Tensor, *arguments: object, **options: object) -> SparseOutput:
-        output = forward(gather_sequence(x, group), *arguments, **options)
-        return output._replace(out=scatter_sum(output.out, group))
+    def on_whole_sequences(x: Tensor, *arguments: object, **options: object) -> tuple[Tensor, SparseState]:
+        out, state = forward(gather_sequence(x, group), *arguments, **options)
+        return scatter_sum(out, group), state
 
     return on_whole_sequences
 

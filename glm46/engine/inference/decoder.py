@@ -17,7 +17,7 @@ from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import no_routes
-from glm46.compute.model.sparse_attention import Choice
+from glm46.compute.model.sparse_attention import SparseState
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference import few_tokens
 from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slots, cached_core
@@ -221,10 +221,10 @@ class Decoder:
             x = torch.empty(size, dtype=self._dtype, device=self.device)
             mesh.receive(x)
         routes_by_layer: dict[int, Tensor] = {}
-        choice: Choice | None = None
+        sparse = SparseState()
         for name, block, core in zip(self.model.layers, self._blocks, self._main, strict=True):
-            x, routes, own_choice = self._run(block, core, x, place, rope, is_real, choice)
-            choice = own_choice or choice
+            x, routes, added = self._run(block, core, x, place, rope, is_real, sparse)
+            sparse = sparse if added is None else sparse.followed_by(added)
             if routes is not None:
                 routes_by_layer[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
         if self._routes is not None and routes_by_layer and not isinstance(place, Nothing):
@@ -281,10 +281,10 @@ class Decoder:
         place: Place,
         rope: tuple[Tensor, Tensor],
         is_real: Tensor | None,
-        choice: Choice | None = None,
-    ) -> tuple[Tensor, Tensor | None, Choice | None]:
-        """Run a layer. Return hidden states; if they are recorded, the experts that the tokens chose; and the keys that
-        sparse attention chose, see `LayerOutput.choice`."""
+        sparse: SparseState = SparseState(),  # noqa: B008 - a tuple
+    ) -> tuple[Tensor, Tensor | None, SparseState | None]:
+        """Run a layer. Return hidden states; if they are recorded, the experts that the tokens chose; and what
+        sparse attention adds, see `LayerOutput.sparse`."""
         setattr(block.self_attn, core.replaces, core)  # a layer of several depths has a cache for each
         core.place = place
         options = self.model.routing(_OPTIONS if self._routes is None else _RECORD)
@@ -293,8 +293,8 @@ class Decoder:
                 self._few[block] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
             if (layer := self._few[block]) is not None:
                 return *layer(x, rope, core, options), None
-        output = block(x, rope, place.layout, is_real, options, None, choice)
-        return output.hidden, output.statistics and output.statistics.routes, output.choice
+        output = block(x, rope, place.layout, is_real, options, None, sparse)
+        return output.hidden, output.statistics and output.statistics.routes, output.sparse
 
 
 def _record(recorded: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:

@@ -21,7 +21,7 @@ from glm46.engine.training.totals import StepTotals, count_step
 from glm46.engine.training.weight_source import WeightSource
 from glm46.run.curriculum import stage_at
 from glm46.run.flops import batch_flops
-from glm46.run.schedule import batch_sequences, learning_rate_factor
+from glm46.run.schedule import batch_sequences
 from glm46.storage.checkpoint.integrity import step_folder
 from glm46.storage.checkpoint.store_mirror import shown
 
@@ -84,16 +84,13 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
             clock = progress.curriculum_tokens
             step_tokens = batches.sequences * batches.seq_len
             stage = stage_at(plan.text_stages, progress.samples)
-            if stage.indexer == "alone" and config.indexer.lr is not None:
-                lr_factor = config.indexer.lr / (config.optimizer.adamw_lr or config.optimizer.lr)
-            else:
-                lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, step_tokens)
+            lr_factor = plan.learning_rate_factor(stage, clock, step_tokens)
 
             # single training step
             services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
             micro_batches = task.complete(batches.micro_batches)
             for network in trained_networks(task).values():
-                network.train_parts(stage.indexer)
+                network.parts.train(stage.indexer)
             outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
             progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
             flops = batch_flops(

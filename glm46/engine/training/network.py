@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from glm46.compute.distributed.local_tensor import copy_to_device, local_tensor
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.adapters import without_adapters
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
-from glm46.compute.model.indexer import is_index_weight
 from glm46.compute.model.routes import compact_routes
 from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.compute.optim.optimizers import OptimizerGroup, build_optimizers
@@ -25,11 +24,11 @@ from glm46.compute.parallelize.fsdp import release_gathered, widen_gradients
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.pipeline import Arguments, Fields, Pipeline
 from glm46.compute.parallelize.plan import parallelize
-from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.engine.training.balance import ExpertBalance, auxiliary_loss, routing_options
 from glm46.engine.training.gradients import global_grad_norm
 from glm46.engine.training.objective import Counts, Objective
+from glm46.engine.training.trained_parts import TrainedParts
 from glm46.run.function import NetworkFunction, gate_factor, is_gate
 from glm46.run.parameters import Head
 from glm46.run.plan import Plan, replicas_reduce_once
@@ -248,41 +247,7 @@ class TrainedNetwork(Network):
 
     optimizer: OptimizerGroup
     balance: ExpertBalance
-
-    @property
-    def index_parameters(self) -> list[nn.Parameter]:
-        """Parameters of indexers among `parameters`."""
-        return [parameter for name, parameter in self.parameters.items() if is_index_weight(name)]
-
-    @property
-    def other_parameters(self) -> list[nn.Parameter]:
-        """All other parameters among `parameters`."""
-        return [parameter for name, parameter in self.parameters.items() if not is_index_weight(name)]
-
-    @property
-    def trains_indexers(self) -> bool:
-        """True if the current stage trains indexers. Equal on all ranks: each pipeline stage has one."""
-        return any(parameter.requires_grad for parameter in self.index_parameters)
-
-    @property
-    def trains_only_indexers(self) -> bool:
-        """True if the current stage trains nothing else."""
-        return self.trains_indexers and not any(parameter.requires_grad for parameter in self.other_parameters)
-
-    def _index_loss(self) -> Literal["none", "dense", "sparse"]:
-        if self.trains_only_indexers:
-            return "dense"
-        return "sparse" if self.trains_indexers else "none"
-
-    def train_parts(self, training: IndexerTraining) -> None:
-        """Train what a stage asks for from the next batch on. Weights that are not trained get no gradient, and so the
-        optimizer changes neither them nor their states."""
-        if not self.plan.trains_indexers:
-            return
-        for parameter in self.index_parameters:
-            parameter.requires_grad_(training != "frozen")
-        for parameter in self.other_parameters:
-            parameter.requires_grad_(training != "alone")
+    parts: TrainedParts
 
     def compute(
         self, objective: Objective, micro_batches: list[Batch], counts: Counts, real_tokens: int, clock: int
@@ -308,16 +273,16 @@ class TrainedNetwork(Network):
         self.optimizer.zero_grad()
         self.route_at(schedule_value(moe.router_temperature, clock))
         batches = [self.to_device(batch, objective.fields) for batch in micro_batches]
-        options = replace(routing_options(moe), index_loss=self._index_loss())
+        options = replace(routing_options(moe), index_loss=self.parts.index_loss)
         arguments = {"options": options, "form": objective.form}
         loss_fields = [name for name in objective.fields if name not in _REPLAYED]
         outputs = self.forward_backward(batches, arguments, loss_with_auxiliary, auxiliary, loss_fields)
-        no_norm = torch.zeros((), device=self.cluster.device)
+        no_norm = torch.zeros((), dtype=torch.float64, device=self.cluster.device)
         return StepSums(
             self._objective_sums(objective, outputs[-1], micro_batches),
             self._aux_losses(outputs),
-            self._grad_norm(self.other_parameters).double(),
-            self._grad_norm(self.index_parameters).double() if self.trains_indexers else no_norm.double(),
+            self._grad_norm(self.parts.others),
+            self._grad_norm(self.parts.indexers) if self.parts.trains_indexers else no_norm,
             *self.balance.count(outputs),
         )
 
@@ -341,7 +306,7 @@ class TrainedNetwork(Network):
         return total
 
     def _grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        return global_grad_norm(parameters, self.cluster.device, self.cluster.meshes.pipeline)
+        return global_grad_norm(parameters, self.cluster.device, self.cluster.meshes.pipeline).double()
 
     def update(self, lr_factor: float, number: int) -> None:
         """Make an optimizer step, see `OptimizerGroup.step`. Collective."""
@@ -369,7 +334,8 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples
     ns_dtype = getattr(torch, plan.config.training.mixed_precision_param)
     optimizer = build_optimizers(named, plan.config.optimizer, cluster.device, plan.shape, ns_dtype)
     balance = ExpertBalance(plan.shape, network.models, plan.config.moe, cluster.device)
-    return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
+    parts = TrainedParts.of(network.parameters)
+    return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance, parts=parts)
 
 
 def build_frozen_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples: bool = False) -> Network:

@@ -81,13 +81,13 @@ def train_step(
         network = networks[name]
         # Apart: the gradients of indexers come from another loss, and must not shrink those of the model.
         for parameters, norm in (
-            (network.other_parameters, network_sums.grad_norm),
-            (network.index_parameters, network_sums.index_grad_norm),
+            (network.parts.others, network_sums.grad_norm),
+            (network.parts.indexers, network_sums.index_grad_norm),
         ):
             scale_gradients(parameters, (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
         # Seeds stochastic rounding: differs between steps, and is the same on every layout and after a resume.
         network.update(lr_factor, number=clock)
-        if not network.trains_only_indexers:
+        if not network.parts.trains_only_indexers:
             network.balance.update(network_sums.tokens_per_expert, schedule_value(config.moe.bias_update_rate, clock))
     return outcome
 

@@ -56,10 +56,10 @@ class StepMetrics:
         network = trained_networks(self._task)[name]
         balance_loss, z_loss, index_loss, mass = sums.aux_losses.tolist()
         index_columns = {}
-        if network.trains_indexers:
+        if network.parts.trains_indexers:
             index_columns["index_loss"] = index_loss / max(totals.real * network.plan.sparse_calls, 1)
             index_columns["index_grad_norm"] = sums.index_grad_norm.item()
-        if network.trains_only_indexers:
+        if network.parts.trains_only_indexers:
             index_columns["index_mass"] = mass / max(totals.real * network.plan.sparse_calls, 1)
         return {
             **self._task.objectives[name].metrics(sums.objective, totals.objective_counts[name], clock),

@@ -30,7 +30,7 @@ class Case:
         self.layout = attention_layout(documents, (rows, length), None) if packed else None
         self.spans = key_spans(self.layout, rows, length, torch.device("cpu"))
         self.index = IndexTensors(normal(tokens, 3, 6), normal(tokens, 6), normal(tokens, 3))
-        self.attention = AttentionInputs(normal(tokens, heads, 10), normal(tokens, 10), SCALE)
+        self.attention = AttentionInputs(normal(tokens, heads, 10) * SCALE, normal(tokens, 10))
         self.is_real = torch.rand(tokens, generator=generator) > 0.1
         key = torch.arange(tokens)
         self.is_visible = (key >= self.spans.first_N[:, None]) & (key < self.spans.end_N[:, None])
@@ -58,7 +58,7 @@ def expected(case: Case, is_sparse: bool):
     """The same by a formula over all pairs, in FP64."""
     q, k, weights = (x.double().requires_grad_() for x in case.index)
     hidden = ~case.is_compared(is_sparse)
-    scores = torch.einsum("nhw,tw->hnt", case.attention.q_NHW.double(), case.attention.rows_TW.double()) * SCALE
+    scores = torch.einsum("nhw,tw->hnt", case.attention.q_NHW.double(), case.attention.rows_TW.double())
     target = scores.masked_fill(hidden, float("-inf")).softmax(-1).mean(0)
     products = torch.einsum("ngj,tj->ngt", q, k) / q.shape[-1] ** 0.5
     index_scores = torch.einsum("ng,ngt->nt", weights, products.relu()).masked_fill(hidden, float("-inf"))
