@@ -53,7 +53,7 @@ def _drafts_table(result: Result) -> list[str]:
         shares = np.divide(counts["accepted"], np.maximum(counts["drafts"], 1.0))
         length = f"{counts['length']:.3f}"
         rows.append((name, *(f"{share:.4f}" for share in shares), length, f"{sum(counts['drafts']):,.0f}"))
-    return _lines("Drafts of the prediction layers that are the model's most likely token", rows)
+    return _lines("Share of MTP drafts that equal the model's own most likely token", rows)
 
 
 def _position_table(result: Result, window: int | None) -> list[str]:
