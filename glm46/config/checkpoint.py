@@ -66,7 +66,7 @@ class CheckpointConfig(Section):
     initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
     previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Both may be
-    URLs of an object store, from which each node fetches the files. From a folder
+    URLs of an object store, of which each node fetches what it needs. From a folder
     that another program wrote with torch.distributed.checkpoint only the weights are read. Under [adapter]: the base;
     every start reads its weights and nothing else."""
 

@@ -21,7 +21,7 @@ class SourceConfig(Section):
 
     path: Annotated[StoredPath, OnHub("dataset")] = Field(min_length=1)
     """Folder with manifest.json and the shards that ``python -m glm46 prepare`` wrote; or its URL in an object store,
-    from which each node fetches it."""
+    which is read by range through a cache."""
 
     weight: float = Field(1.0, gt=0.0)
     """Share of the training tokens, relative to the other sources. Exact in tokens, not in documents."""

@@ -95,8 +95,18 @@ def _fetch(store: Store, folder: Path, by_range: RangedKind | None) -> None:
             store.fetch(name, folder / name, stored.bytes, sums.get(name))
 
     map_in_threads(fetch, sorted(missing - {SUMS, MANIFEST}), OBJECTS_AT_ONCE)
+    linked_bytes = sum(objects[name].bytes for name in ranged if (folder / name).is_symlink())
+    cache = ""
     if by_range == "text":
-        limit_ranges(folder, cache_bytes(folder))
+        limit = cache_bytes(folder)
+        limit_ranges(folder, limit)
+        cache = f", through a cache of {limit / 1e6:,.1f} MB"
+    if linked_bytes:
+        whole_bytes = sum(stored.bytes for stored in objects.values()) - linked_bytes
+        print(
+            f"{store.url}: {whole_bytes / 1e6:,.1f} MB fetched, {linked_bytes / 1e6:,.1f} MB read by range{cache}",
+            flush=True,
+        )
     versions.write_text("".join(f"{line}\n" for line in lines.values()))
 
 

@@ -99,11 +99,12 @@ def test_a_run_on_a_cache_smaller_than_its_text_reads_the_same_rows(packing, url
     assert 0 < store_ranges.limited_bytes(cache_folder(url).parents[1]) <= size // 3 + BLOCK_BYTES
 
 
-def test_a_cold_start_reads_a_row_without_the_rest_of_the_text(url, shards, fetched, monkeypatch):
+def test_a_cold_start_reads_a_row_without_the_rest_of_the_text(url, shards, fetched, monkeypatch, capsys):
     publish_folder(shards, url)
     monkeypatch.setattr(stored_folder, "cache_bytes", lambda _: 1 << 17)
     fetched.clear()
     folder = fetch_folder(url, "data.sources[0].path =", "text")
+    assert f"{url}: 0.0 MB fetched, 0.2 MB read by range, through a cache of 0.1 MB" in capsys.readouterr().out
     manifest = load_manifest(folder)
     out = torch.empty(129, dtype=torch.int64).numpy()
     expected = out.copy()
