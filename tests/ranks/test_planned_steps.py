@@ -43,7 +43,7 @@ from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.activations import LayerBytes
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.muon_cost import exchanged
-from glm46.operate.estimate.plan_sizes import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of, longest_form
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
@@ -556,7 +556,8 @@ def _recomputed(plan: Plan, rank: int) -> float:
     if plan.config.activation_checkpoint.mode == "none":
         return 0.0
     layout, training = plan.layout, plan.config.training
-    of = LayerBytes(plan.shape, WIDTHS[training.mixed_precision_param], layout.tp, layout.ep)
+    width = WIDTHS[training.mixed_precision_param]
+    of = LayerBytes(plan.shape, width, layout.tp, layout.ep, form=longest_form(plan, 0))
     mode_of = plan.config.activation_checkpoint.mode_of  # what has been computed again is whole
     layers = [
         of.layer(block, part.frozen and part.frozen[index])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm46.run.context_keys import kernel_runs
+from glm46.run.context_keys import kernel_runs, rounded_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,4 +273,4 @@ def longest(lengths: np.ndarray) -> int:
     distinct values small: cuDNN builds a plan for each. At least 256, because `varlen_attn` branches on values above
     128, and a compiled layer would be compiled for both branches.
     """
-    return max(256, 1 << (int(lengths.max(initial=1)) - 1).bit_length())
+    return rounded_run(int(lengths.max(initial=1)))

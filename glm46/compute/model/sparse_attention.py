@@ -21,6 +21,7 @@ from glm46.compute.model.indexer import Indexer, IndexTensors, choose_keys, key_
 from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.masked_attention import masked_attention
 from glm46.config.model import ModelShape
+from glm46.run.context_keys import longest_masked
 
 _MAX_GATHERED = 2**25
 """Maximum number of elements of gathered rows that exist at a time."""
@@ -80,7 +81,7 @@ class SparseLatentAttention(LatentAttention):
         super().__init__(shape)
         assert shape.index_topk is not None
         self.top_k = shape.index_topk
-        self.longest_masked = _longest_masked(shape)
+        self.longest_masked = longest_masked(shape)
         self.indexer = Indexer(shape) if has_indexer else None
         self.gather_keys: GatherKeys = local_keys
         self.cached_core: SparseCore | None = None
@@ -200,18 +201,6 @@ class SparseLatentAttention(LatentAttention):
 
 def _same(index: IndexTensors) -> IndexTensors:
     return index
-
-
-def _longest_masked(shape: ModelShape) -> int:
-    """Return the tokens of the longest document for which a mask over all keys needs no more FLOPs than gathered rows.
-
-    FLOPs of a query and head: of gathered rows, 2 W K for the scores and 2 L K for the values. With a mask, 2 C and 2 C
-    for each key of the document up to the query, and a query has S / 2 of them on average: 2 C S. These are equal at
-    S = K (W + L) / C, 8,704 tokens for GLM-5. The products outside are the same: a mask expands the rows to keys and
-    values; gathered rows need no keys and values, but products of the same size for queries and results.
-    """
-    assert shape.index_topk and shape.latent_width and shape.kv_lora_rank
-    return shape.index_topk * (shape.latent_width + shape.kv_lora_rank) // shape.head_dim
 
 
 def _chunks(num_queries: int, num_chosen: int, width: int) -> list[slice]:

@@ -8,6 +8,7 @@ from math import ceil
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.operate.estimate.activations import (
+    CHOSEN_KEY,
     FP32,
     INDEX,
     Frozen,
@@ -18,6 +19,7 @@ from glm46.operate.estimate.activations import (
 )
 from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.operate.estimate.rank_parts import BlockRun, StagePart, StepFacts
+from glm46.operate.estimate.sparse_choices import kept_choices
 from glm46.run.context_keys import (
     SHARED_KEYS,
     attended_keys,
@@ -47,7 +49,7 @@ class ActivationMemory(StepFacts):
         layout = self.layout
         hops = rows_of_hops(plan, self.shape)
         recompute = self.checkpointing.recompute
-        self.bytes = LayerBytes(plan.unrolled(self.shape), self.width, layout.tp, layout.ep, hops, recompute)
+        self.bytes = LayerBytes(plan.unrolled(self.shape), self.width, layout.tp, layout.ep, hops, recompute, self.form)
         self._row_sizes = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
         self._bytes_by_run: dict[tuple[str, Frozen | None, str], float] = {}
 
@@ -61,6 +63,10 @@ class ActivationMemory(StepFacts):
         layout = self.layout
         heads = 1 + self.depths
         token_bytes = sum(self._layer(run, run.mode) for run in self._backward_runs(part))
+        if self.form != "dense":
+            token_bytes += (
+                layout.tp * kept_choices(part, shape, self.checkpointing) * (shape.index_topk or 0) * CHOSEN_KEY
+            )
         rotated = shape.qk_rope_head_dim or shape.head_dim * shape.partial_rotary_factor
         token_bytes += rotated * self.width * layout.tp  # cosines and sines
         if part.has_embedding:
@@ -163,9 +169,9 @@ class ActivationMemory(StepFacts):
             return layers * (SHARED_KEYS - 1) * 2 * self.rows * self.length * heads * shape.head_dim * self.width
         if keys_travel(shape, self.width, **self._row_sizes):
             return travelling_key_bytes(shape, self.width, **self._row_sizes)
-        kept = gathered_key_bytes(shape, self.width, **self._row_sizes)
+        kept = gathered_key_bytes(shape, self.width, **self._row_sizes, form=self.form)
         # The rank's own keys are counted with its layers; only the tensors made from them stay here.
-        kept -= self.rows * self.length / layout.cp * kept_of_key(shape, layout.tp) * self.width
+        kept -= self.rows * self.length / layout.cp * kept_of_key(shape, layout.tp, self.form) * self.width
         # Keys and values are gathered one after the other.
         _, received = attended_keys(shape.sliding_window, self.length, layout.cp)
         gathered = self.rows * received * sent_of_key(shape, layout.tp) * self.width

@@ -10,10 +10,13 @@ from math import ceil
 
 from glm46.config.adapter import BASE_FORMATS
 from glm46.config.model import ModelShape
+from glm46.run.context_keys import SparseForm
 from glm46.run.parameters import DECODED_AT_ONCE, Parameter
 
 FP32 = 4
 INDEX = 8
+CHOSEN_KEY = 4
+"""Bytes of the index of a chosen key."""
 EXPERT_NUMBER = 4
 """Bytes of each expert index of a token, sent along with a row in two-level exchanges."""
 
@@ -73,6 +76,8 @@ class LayerBytes:
     """Rows of a token in exchanges of two levels (`plan_sizes.rows_of_hops`)."""
     recompute: tuple[str, ...] = ()
     """Results that "selective" checkpointing recomputes."""
+    form: SparseForm = "dense"
+    """How attention computes the longest document; chosen keys, which layers share, are not counted here."""
 
     def layer(self, block: str, frozen: Frozen | None = None, mode: str = "none") -> float:
         """Return the bytes that forward keeps of a block under a mode of activation checkpointing."""
@@ -105,11 +110,21 @@ class LayerBytes:
             latents = _norm(queries, width, frozen) + _norm(keys, width, frozen)
             if width == FP32:  # the norm keeps its input as a view, which includes the key to rotate
                 latents += (shape.latent_width - keys) * FP32
-            total += self.tp * (latents + has_gradient * (queries + shape.latent_width) * width)
+            keeps_rows = has_gradient or self.form == "gathered"
+            total += self.tp * (latents + (has_gradient * queries + keeps_rows * shape.latent_width) * width)
         if shape.use_qk_norm:
             total += (heads + key_heads) * _norm(shape.head_dim, width, frozen)
+        if self.form == "gathered":
+            # Queries before and after the product with the weights of keys, the result before and after the product
+            # with those of values.
+            return total + heads * (2 * shape.head_dim * width + self._absorbed_width * width + FP32)
         # Rotated queries and keys, values, the result, and the log-sum of the softmax.
         return total + 2 * (heads + key_heads) * shape.head_dim * width + heads * FP32
+
+    @property
+    def _absorbed_width(self) -> int:
+        """Width of a query that attends to rows, and of its result."""
+        return self.shape.latent_width + (self.shape.kv_lora_rank or 0)
 
     def network(self, block: str, frozen: Frozen | None = None) -> float:
         """Return the bytes of a layer without its attention: adapters, norm, and the dense network or the router and
@@ -170,7 +185,8 @@ class LayerBytes:
         if mode == "full":
             return tensors * (2 if block == "mtp" else 1)  # the embeddings of a prediction depth
         if "core_attn" not in recompute:
-            tensors += [shape.num_attention_heads * shape.head_dim * self.width, shape.num_attention_heads * FP32]
+            result_width = shape.kv_lora_rank or 0 if self.form == "gathered" else shape.head_dim
+            tensors += [shape.num_attention_heads * result_width * self.width, shape.num_attention_heads * FP32]
         if block == "dense":
             return tensors
         tensors += [chosen * FP32, chosen * INDEX]

@@ -61,12 +61,17 @@ class MicroBatchTraffic(StepFacts):
     def of_micro_batch(self, rank: int, part: StagePart) -> Iterator[Call]:
         """Yield the calls of a stage for one micro-batch."""
         blocks = Counter[BlockRun]()
-        for run in part.runs(self.config.activation_checkpoint):
+        choices = 0
+        for index, run in enumerate(part.runs(self.config.activation_checkpoint)):
             is_trained = self.has_backward and run.has_backward
+            choices += part.has_indexer(index, self.shape) * (1 + (is_trained and run.mode != "none"))
             blocks[BlockRun(run.block, None, *(run[2:] if is_trained else (False, "none", False)))] += 1
         for run, number in blocks.items():
             for call in self._of_block(run):
                 yield call._replace(calls=call.calls * number)
+        if self.form != "dense":
+            size = self.rows * self.length * (self.shape.index_head_dim or 0) * self.width
+            yield Call("cp", "all_gather", "index keys", choices, size)
         yield from self._vocabulary(part)
         if part.has_head:
             yield from self._whole_rows()

@@ -3,6 +3,7 @@
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import REPEATING
+from glm46.run.context_keys import SparseForm, rounded_run, sparse_form
 from glm46.run.layout import Layout
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.run.plan import Plan, places_of_token
@@ -103,3 +104,11 @@ def hugging_face_bytes(plan: Plan) -> float:
     if plan.config.model.flavor in REPEATING and adapter is None:
         weights += shape.num_nextn_predict_layers * 2 * shape.vocab_size * shape.hidden_size
     return weights * _HF_BYTES
+
+
+def longest_form(plan: Plan, stage_index: int) -> SparseForm:
+    """Return the form of attention in a stage of text, for a micro-batch with a document of a whole row."""
+    stage = plan.text_stages[stage_index]
+    config = plan.config
+    has_layout = config.data.document_mask or plan.layout.cp > 1 or config.rl is not None
+    return sparse_form(stage.shape, rounded_run(stage.seq_len) if has_layout else stage.seq_len)

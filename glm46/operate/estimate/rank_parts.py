@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from glm46.operate.estimate.activations import Frozen
-from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh
+from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh, longest_form
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, layer_rows, part_rows
@@ -77,6 +77,11 @@ class StagePart:
         for index in self.repeats:
             yield BlockRun(self.blocks[index], None, True, checkpointing.mode_of(index), False)
 
+    def has_indexer(self, index: int, shape: ModelShape) -> bool:
+        """Return whether the block of this index, in the order of `runs`, chooses keys itself."""
+        is_prediction = index >= len(self.blocks) or self.blocks[index] == "mtp"
+        return shape.is_sparse if is_prediction else shape.has_indexer(self.first_layer + index)
+
     @property
     def prefixes(self) -> list[str]:
         """Prefix of the parameter names of each block."""
@@ -86,10 +91,7 @@ class StagePart:
 
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
         """Return the parameters, buffers and adapters of each block; equal blocks share one list."""
-        has_indexer = [
-            shape.is_sparse if block == "mtp" else shape.has_indexer(self.first_layer + index)
-            for index, block in enumerate(self.blocks)
-        ]
+        has_indexer = [self.has_indexer(index, shape) for index in range(len(self.blocks))]
         kinds = list(zip(self.blocks, has_indexer, self.frozen or (None,) * len(self.blocks), strict=True))
         rows = {
             kind: _of_run(layer_rows(shape, kind[0], has_indexer=kind[1]), shape, kind[2])
@@ -267,6 +269,7 @@ class StepFacts:
         self.layout = plan.layout
         self.shape = stage.shape
         self.length = stage.seq_len
+        self.form = longest_form(plan, stage_index)
         self.rows = training.local_batch_size
         self.micro_batches = micro_batches or batches_of(plan, stage_index)[1] // plan.rows_per_micro_batch
         types = training.mixed_precision_param, training.dtype, training.mixed_precision_reduce

@@ -12,6 +12,7 @@ from glm46.compute.model.indexer import Indexer, best_keys, choose_keys, index_s
 from glm46.compute.model.rope import rotate
 from glm46.compute.model.sparse_attention import SparseLatentAttention, chosen_attention
 from glm46.config.presets import PRESETS, indexer_types
+from glm46.run.context_keys import longest_masked
 from tests.builders import random_batch, random_model, tiny_shape
 
 # FP32 has 6e-8 of rounding; some hundred operations in another order give about 1e-6.
@@ -419,7 +420,7 @@ def test_a_mask_reaches_from_the_start_of_the_longest_document(most_queries, row
 
 
 def test_published_models_attend_with_a_mask_up_to_about_nine_thousand_tokens():
-    assert {sparse_attention._longest_masked(PRESETS[name]) for name in ("GLM-5", "GLM-5.1", "GLM-5.2")} == {8704}
+    assert {longest_masked(PRESETS[name]) for name in ("GLM-5", "GLM-5.1", "GLM-5.2")} == {8704}
 
 
 def test_operators_work_under_tracing():

@@ -19,6 +19,7 @@ from glm46.compute.optim.optimizers import build_optimizers
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.config.adapter import AdapterConfig
 from glm46.config.loader import load_config
+from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.activations import (
@@ -28,7 +29,9 @@ from glm46.operate.estimate.activations import (
     travelling_key_bytes,
 )
 from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
-from glm46.run.context_keys import attended_keys, gathered_key_bytes, kernel_runs
+from glm46.operate.estimate.rank_parts import StagePart
+from glm46.operate.estimate.sparse_choices import kept_choices
+from glm46.run.context_keys import attended_keys, gathered_key_bytes, kernel_runs, sparse_form
 from glm46.run.layout import resolve_layout, smallest_world
 from glm46.run.parameters import adapter_layer, count_parameters
 from glm46.run.plan import resolve_plan
@@ -120,6 +123,27 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, flavor, u
     head = shape.vocab_size * shape.hidden_size * width / tokens + shape.hidden_size * width
     measured_mtp = (_kept_bytes(shape, dtype, mtp=True)[0] - base) / tokens - head
     assert LayerBytes(shape, width).layer("mtp") == pytest.approx(measured_mtp, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("types", ["full full shared", "full shared full", "full full full"])
+@pytest.mark.parametrize("top_k, form", [(100, "masked"), (16, "gathered")])
+def test_sparse_layers_keep_what_their_form_and_their_choices_need(top_k, form, types, mode):
+    """To the byte, compared with the same layers where all of 128 keys are chosen."""
+    layers = {"num_hidden_layers": 3, "indexer_types": tuple(types.split()), "index_topk": 128}
+    dense = PRESETS["debug-glm5"].model_copy(update=SMALL_VOCABULARY | layers)
+    sparse = dense.model_copy(update={"index_topk": top_k})
+    assert sparse_form(sparse, 128) == form
+    kept, tokens = _kept_bytes(sparse, torch.bfloat16, checkpointing=mode)
+    without, _ = _kept_bytes(dense, torch.bfloat16, checkpointing=mode)
+    part = StagePart(0, ("dense", "moe", "moe"), True, True, 0)
+    planned = kept_choices(part, sparse, ActivationCheckpointConfig(mode=mode)) * top_k * 4
+    for block in part.blocks:
+        planned += LayerBytes(sparse, 2, form=form).layer(block, None, mode) - LayerBytes(dense, 2).layer(
+            block, None, mode
+        )
+    assert kept - without == tokens * planned
 
 
 @pytest.mark.slow
