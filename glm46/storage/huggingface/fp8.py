@@ -123,7 +123,9 @@ class Scheme:
             scale = records.get(name + self.suffix)
             is_refused = name in names.places and not _may_be_fp8(*names.places[name])
             if is_refused or len(record.shape) != 2:
-                faults.append(f"tensor {name} is FP8; only projections and shared_head.head may be")
+                faults.append(
+                    f"tensor {name} is FP8; only projections, wq_b and wk of indexers, and shared_head.head may be"
+                )
             elif scale is None:
                 faults.append(f"tensor {name} is FP8, but {name}{self.suffix} is missing")
             elif scale.shape != self.scale_shape(record.shape) or scale.dtype not in _SCALE_TYPES:
@@ -148,5 +150,7 @@ class Scheme:
 
 def _may_be_fp8(entry: HFEntry, part: HFPart) -> bool:
     """Return True if a tensor may be FP8: GLM-4.5-FP8 and -Air-FP8 have the repeat of the head in FP8, but not the
-    head."""
+    head. Indexers may have their keys in either type, and their weights of heads in BF16 alone."""
+    if entry.row.part == "indexer":
+        return entry.name.endswith((".wq_b.weight", ".wk.weight"))
     return entry.row.fp8_family is not None or (part.is_repeat and entry.name == "lm_head.weight")

@@ -25,6 +25,7 @@ from glm46.storage.huggingface.peft_config import PeftConfig
 from glm46.storage.huggingface.peft_export import CONFIG, PREFIX, SUFFIXES, WEIGHTS, is_adaptable, module_of
 
 _FUSED = (".mlp.experts", ".mlp.experts.base_layer")
+_INDEXER = ".self_attn.indexer."
 _FIRST_NEW = (0, 19)
 """First version of PEFT that saves A and B of experts in the layout that is read here. Older ones exchange them."""
 
@@ -97,6 +98,7 @@ class AdapterFolder:
                 modules.setdefault(key.removeprefix(PREFIX).removesuffix(SUFFIXES[kind]), {})[kind] = record
         kinds = ["lora_A", "lora_B", *(["magnitude"] if self._config.use_dora else [])]
         missing = []
+        indexers = []
         faults = []
         shape_faults: list[str] = []
         for module, records in modules.items():
@@ -105,6 +107,8 @@ class AdapterFolder:
             if module.endswith(_FUSED):
                 if {"lora_A", "lora_B"} <= set(records):
                     faults += self._take_fused(module, records)
+            elif _INDEXER in module:
+                indexers.append(module)
             elif f"{module}.weight" in self._names.places and is_adaptable(self._names.places[f"{module}.weight"][0]):
                 entry, part = self._names.places[f"{module}.weight"]
                 self._parts.setdefault(entry.name, []).append(module)
@@ -116,6 +120,11 @@ class AdapterFolder:
             if not weight_modules[0].endswith(_FUSED):
                 absent = sorted(set(part_modules) - set(weight_modules))
                 missing += [PREFIX + module + SUFFIXES["lora_A"] for module in absent]
+        if indexers:
+            faults.append(
+                f"{len(indexers)} modules of indexers have adapters: {listed(indexers)}; indexers are frozen, so no "
+                "loss trains these adapters; train the adapter without wq_b, wk and weights_proj in target_modules"
+            )
         if missing:
             faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
         if unknown:

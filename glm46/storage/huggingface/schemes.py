@@ -1,7 +1,8 @@
 """Quantised weights of a Hugging Face folder: which weights, in which format, and their entry in config.json.
 
 Sources for the layers that stay in BF16: config.json of GLM-4.5-FP8 and GLM-4.5-Air-FP8, and llm-compressor
-`examples/model_free_ptq/glm_4.6_fp8_block.py`.
+`examples/model_free_ptq/glm_4.6_fp8_block.py`. The published FP8 folders of GLM-5 keep `weights_proj` in BF16, which
+they call `indexers_proj`.
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ SCHEMES: dict[str, Scheme] = dict(zip(SCHEME_NAMES, (*FP8_SCHEMES.values(), Int4
 """Schemes of an export, by `--dtype`."""
 
 _IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
+_IGNORED_INDEXERS = ["re:.*indexer[.].*", "re:.*indexers_proj$"]
+"""By the names of the weights, and by the name under which servers build `weights_proj`."""
 
 
 def quantised_names(names: HFNames, scheme: Scheme | None) -> frozenset[str]:
@@ -54,12 +57,17 @@ def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
         raise UserError(
             f"--dtype {name}: no projection of this model has sizes that are multiples of {multiple}; use fp8-channel"
         )
+    has_indexers = any(entry.row.part == "indexer" for entry, _ in names.places.values())
     return {
         "quant_method": "compressed-tensors",
         "format": scheme.format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme.group_of_config()},
-        "ignore": _IGNORED + [f"re:.*{family}$" for family in _unfit_families(names, scheme)],
+        "ignore": [
+            *_IGNORED,
+            *(_IGNORED_INDEXERS if has_indexers else []),
+            *(f"re:.*{family}$" for family in _unfit_families(names, scheme)),
+        ],
         "kv_cache_scheme": None,
     }
 

@@ -1,6 +1,7 @@
 """FP8 folders: written, read back exactly, and refused if scales do not fit."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -223,6 +224,84 @@ def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_pa
     rewrite(folder, {key: tensor for key, tensor in stored.items() if tensor is not None})
     with pytest.raises(UserError, match=words.replace("[", "\\[").replace("]", "\\]")):
         check_folder(folder, resolve_shape(TABLE))
+
+
+GLM5 = resolve_shape(ModelConfig(**model_table(
+    flavor="debug-glm5", vocab_size=512, num_hidden_layers=2, indexer_types=["full", "shared"], hidden_size=128,
+    q_lora_rank=128, kv_lora_rank=128, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=2,
+    num_experts_per_tok=1,
+)))  # fmt: skip
+
+
+def glm5_folder(folder, scheme):
+    """A folder of the small GLM-5, and its weights."""
+    torch.manual_seed(0)
+    model = Transformer(GLM5)
+    weights = dict([*model.named_parameters(), *model.named_buffers()])
+    weights = {name: torch.randn_like(tensor) * 0.02 for name, tensor in weights.items()}
+    config = config_of(GLM5, None, eos_ids=[0], dtype="bfloat16")
+    if scheme is not None:
+        config[CONFIG_KEY] = config_of_scheme(scheme, HFNames(GLM5, repeat_shared=False))
+    export_weights(folder, GLM5, config, weights, options=ExportOptions(scheme=scheme))
+    return folder, weights
+
+
+def filled(folder, weights):
+    tensors = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    with FolderReader(folder, GLM5) as reader:
+        for name, tensor in tensors.items():
+            assert reader.fill(name, tensor, global_indices(tensor)) == []
+    return tensors
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_indexers_and_what_the_published_folders_except_stay_in_bf16(name, tmp_path):
+    folder, weights = glm5_folder(tmp_path / "a", SCHEMES[name])
+    records = read_records(folder / SINGLE_FILE)
+    quantised = {key for key, record in records.items() if record.dtype == torch.float8_e4m3fn}
+    assert len(quantised) > 10
+    assert not any(part in key for key in quantised for part in ("indexer", "mlp.gate.", "lm_head", "eh_proj"))
+    ignored = json.loads((folder / "config.json").read_text())[CONFIG_KEY]["ignore"]
+    patterns = [pattern.removeprefix("re:") for pattern in ignored if pattern.startswith("re:")]
+    linear = {key.removesuffix(".weight") for key, record in records.items() if len(record.shape) == 2}
+    linear -= {key.removesuffix(".weight") for key in quantised} | {"lm_head"}
+    linear = {key for key in linear if not key.endswith("_scale")}
+    # What is not in FP8 is excepted, as servers read the list, and nothing that is in FP8.
+    assert all(any(re.match(pattern, module) for pattern in patterns) for module in linear)
+    assert any(re.match(pattern, "model.layers.0.self_attn.indexers_proj") for pattern in patterns)
+    modules = {key.removesuffix(".weight") for key in quantised}
+    assert not any(re.match(pattern, module) for pattern in patterns for module in modules)
+    back = filled(folder, weights)
+    for key, weight in back.items():
+        if "indexer" in key:
+            assert torch.equal(weight, weights[key].bfloat16().float()), key
+    export_weights(
+        tmp_path / "b", GLM5, json.loads((folder / "config.json").read_text()), back,
+        options=ExportOptions(scheme=SCHEMES[name]),
+    )  # fmt: skip
+    assert (tmp_path / "b" / SINGLE_FILE).read_bytes() == (folder / SINGLE_FILE).read_bytes()
+
+
+def test_index_keys_are_read_in_fp8_and_weights_of_index_heads_are_not(tmp_path):
+    folder, weights = glm5_folder(tmp_path / "a", SCHEMES["fp8-block"])
+    stored = stored_in(folder)
+    prefix = "model.layers.0.self_attn.indexer"
+    wanted = {}
+    for part in ("wk", "wq_b"):
+        key = f"{prefix}.{part}.weight"
+        values = Scheme().quantise(stored[key].float())
+        box = tuple((0, size) for size in stored[key].shape)
+        wanted[part] = Scheme().dequantise(values, tuple(stored[key].shape), box)
+        stored |= {key + suffix: tensor for suffix, tensor in values.items()}
+    rewrite(folder, stored)
+    back = filled(folder, weights)
+    for part, weight in wanted.items():
+        assert torch.equal(back[f"layers.0.self_attn.indexer.{part}.weight"], weight)
+    key = f"{prefix}.weights_proj.weight"
+    stored |= {key + suffix: tensor for suffix, tensor in Scheme().quantise(stored[key].float()).items()}
+    rewrite(folder, stored)
+    with pytest.raises(UserError, match="weights_proj.weight is FP8; only projections"):
+        check_folder(folder, GLM5)
 
 
 @pytest.mark.slow

@@ -394,3 +394,25 @@ def test_a_step_folder_has_no_quantised_values(tmp_path):
     (tmp_path / "base_format.json").write_text('{"base_dtype": "int3"}')
     with pytest.raises(UserError, match="base_dtype = 'int3' is unknown"):
         other_base_dtype(tmp_path, tmp_path, None)
+
+
+def test_adapters_of_indexers_are_refused_with_the_modules_to_leave_out(tmp_path):
+    """As PEFT saves them with target_modules = "all-linear"."""
+    shape = PRESETS["debug-glm5"].model_copy(update={"num_hidden_layers": 2, "indexer_types": ("full", "shared")})
+    modules = ["self_attn.q_a_proj", *(f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "weights_proj"))]
+    tensors = {}
+    for module in modules:
+        (part,) = HFNames(shape, repeat_shared=False).entries[f"layers.0.{module}.weight"].parts
+        rows, columns = part.hf_shape
+        prefix = f"base_model.model.model.layers.0.{module}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.ones(4, columns)
+        tensors[f"{prefix}.lora_B.weight"] = torch.zeros(rows, 4)
+    safetensors.torch.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [m.rpartition(".")[2] for m in modules]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        AdapterFolder(tmp_path, shape)
+    (fault,) = error.value.faults
+    assert "3 modules of indexers" in fault and "layers.0.self_attn.indexer.wk" in fault
+    assert "frozen" in fault and "without wq_b, wk and weights_proj" in fault
+    assert "q_a_proj" not in fault
