@@ -19,7 +19,7 @@ from glm46.engine.training.step import StepOutcome, train_step
 from glm46.engine.training.task import StepBatches, Task, trained_networks
 from glm46.engine.training.totals import StepTotals, count_step
 from glm46.engine.training.weight_source import WeightSource
-from glm46.run.curriculum import stage_at
+from glm46.run.curriculum import TextStage, stage_at
 from glm46.run.flops import batch_flops
 from glm46.run.schedule import batch_sequences
 from glm46.storage.checkpoint.integrity import step_folder
@@ -36,6 +36,7 @@ class NextStep(NamedTuple):
     totals: StepTotals
     must_stop: bool
     """True if some rank has received a stop signal."""
+    stage: TextStage
 
 
 class RollbackNeeded(Exception):
@@ -83,14 +84,11 @@ def train(task: Task, services: Services, progress: Progress, weights: WeightSou
                 observer.message(batches.note)
             clock = progress.curriculum_tokens
             step_tokens = batches.sequences * batches.seq_len
-            stage = stage_at(plan.text_stages, progress.samples)
-            lr_factor = plan.learning_rate_factor(stage, clock, step_tokens)
+            lr_factor = plan.learning_rate_factor(step.stage, clock, step_tokens)
 
             # single training step
             services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
             micro_batches = task.complete(batches.micro_batches)
-            for network in trained_networks(task).values():
-                network.parts.train(stage.indexer)
             outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
             progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
             flops = batch_flops(
@@ -136,7 +134,10 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     sequences = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
     previous_stage = task.plan.stage_after(progress.samples)
     progress.skip_excluded(sequences)
-    if previous_stage != stage_at(task.plan.text_stages, progress.samples):
+    stage = stage_at(task.plan.text_stages, progress.samples)
+    for network in trained_networks(task).values():
+        network.parts.train(stage.indexer)
+    if previous_stage != stage:
         services.spikes.restart()  # other text, lengths or positions change the loss
     batches, error = catch_user_error(lambda: task.next(progress, sequences))
     services.watchdog.operation("agreeing on the step")
@@ -156,7 +157,7 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     if requests.profile:
         services.observer.profile_after(progress.step + 1)
     totals = totals.divided_by(task.plan.layout.non_dp_degree)
-    return NextStep(batches, totals, must_stop=requests.stop > 0)
+    return NextStep(batches, totals, must_stop=requests.stop > 0, stage=stage)
 
 
 def end_step(

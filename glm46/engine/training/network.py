@@ -28,7 +28,7 @@ from glm46.config.model import ModelShape
 from glm46.engine.training.balance import ExpertBalance, auxiliary_loss, routing_options
 from glm46.engine.training.gradients import global_grad_norm
 from glm46.engine.training.objective import Counts, Objective
-from glm46.engine.training.trained_parts import TrainedParts
+from glm46.engine.training.trained_parts import TrainedParts, freeze_parts
 from glm46.run.function import NetworkFunction, gate_factor, is_gate
 from glm46.run.parameters import Head
 from glm46.run.plan import Plan, replicas_reduce_once
@@ -277,12 +277,11 @@ class TrainedNetwork(Network):
         arguments = {"options": options, "form": objective.form}
         loss_fields = [name for name in objective.fields if name not in _REPLAYED]
         outputs = self.forward_backward(batches, arguments, loss_with_auxiliary, auxiliary, loss_fields)
-        no_norm = torch.zeros((), dtype=torch.float64, device=self.cluster.device)
         return StepSums(
             self._objective_sums(objective, outputs[-1], micro_batches),
             self._aux_losses(outputs),
-            self._grad_norm(self.parts.others),
-            self._grad_norm(self.parts.indexers) if self.parts.trains_indexers else no_norm,
+            self._grad_norm(self.parts.others, exist=True),
+            self._grad_norm(self.parts.indexers, exist=self.parts.trains_indexers),
             *self.balance.count(outputs),
         )
 
@@ -305,8 +304,15 @@ class TrainedNetwork(Network):
             total += output.aux_losses
         return total
 
-    def _grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        return global_grad_norm(parameters, self.cluster.device, self.cluster.meshes.pipeline).double()
+    def _grad_norm(self, parameters: list[nn.Parameter], *, exist: bool) -> Tensor:
+        """``exist``: some rank has such parameters with gradients; if not, the result is 0 without communication."""
+        device = self.cluster.device
+        norm = (
+            global_grad_norm(parameters, device, self.cluster.meshes.pipeline)
+            if exist
+            else torch.zeros((), device=device)
+        )
+        return norm.double()
 
     def update(self, lr_factor: float, number: int) -> None:
         """Make an optimizer step, see `OptimizerGroup.step`. Collective."""
@@ -358,10 +364,7 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
         model.requires_grad_(is_trained)
         if is_trained and plan.config.trains_only_drafts:
             model.train_only_drafts()
-        if not (is_trained and plan.trains_indexers):
-            model.freeze_indexers()
-        elif plan.trains_only_indexers:
-            model.train_only_indexers()
+        freeze_parts(model, plan, is_trained=is_trained)
         parallelize(model, plan, cluster, sizes_vary=on_samples)
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}

@@ -6,7 +6,17 @@ from typing import Literal
 from torch import nn
 
 from glm46.compute.model.indexer import is_index_weight
+from glm46.compute.model.transformer import Transformer
 from glm46.config.indexer import IndexerTraining
+from glm46.run.plan import Plan
+
+
+def freeze_parts(model: Transformer, plan: Plan, *, is_trained: bool) -> None:
+    """Freeze what a run trains at no point, in place: indexers, or everything else."""
+    if not (is_trained and plan.trains_indexers):
+        model.freeze_indexers()
+    elif plan.trains_only_indexers:
+        model.train_only_indexers()
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,7 @@ class AdapterFolder:
                 modules.setdefault(key.removeprefix(PREFIX).removesuffix(SUFFIXES[kind]), {})[kind] = record
         kinds = ["lora_A", "lora_B", *(["magnitude"] if self._config.use_dora else [])]
         missing = []
-        indexers = []
-        faults = []
+        faults = _indexer_faults(list(modules))
         shape_faults: list[str] = []
         for module, records in modules.items():
             unknown += [PREFIX + module + SUFFIXES[kind] for kind in records if kind not in kinds]
@@ -108,7 +107,7 @@ class AdapterFolder:
                 if {"lora_A", "lora_B"} <= set(records):
                     faults += self._take_fused(module, records)
             elif _INDEXER in module:
-                indexers.append(module)
+                continue  # refused above
             elif f"{module}.weight" in self._names.places and is_adaptable(self._names.places[f"{module}.weight"][0]):
                 entry, part = self._names.places[f"{module}.weight"]
                 self._parts.setdefault(entry.name, []).append(module)
@@ -120,11 +119,6 @@ class AdapterFolder:
             if not weight_modules[0].endswith(_FUSED):
                 absent = sorted(set(part_modules) - set(weight_modules))
                 missing += [PREFIX + module + SUFFIXES["lora_A"] for module in absent]
-        if indexers:
-            faults.append(
-                f"{len(indexers)} modules of indexers have adapters: {listed(indexers)}; indexers are frozen, so no "
-                "loss trains these adapters; train the adapter without wq_b, wk and weights_proj in target_modules"
-            )
         if missing:
             faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
         if unknown:
@@ -256,3 +250,14 @@ class AdapterFolder:
 
 def _fused_name(entry: HFEntry) -> str:
     return f"model.{entry.name}_proj"
+
+
+def _indexer_faults(modules: list[str]) -> list[str]:
+    """Return the fault of a folder with adapters of indexers."""
+    indexers = [module for module in modules if _INDEXER in module]
+    if not indexers:
+        return []
+    return [
+        f"{len(indexers)} modules of indexers have adapters: {listed(indexers)}; indexers are frozen, so no loss trains "
+        "these adapters; train the adapter without wq_b, wk and weights_proj in target_modules"
+    ]
