@@ -98,7 +98,8 @@ class AdapterFolder:
                 modules.setdefault(key.removeprefix(PREFIX).removesuffix(SUFFIXES[kind]), {})[kind] = record
         kinds = ["lora_A", "lora_B", *(["magnitude"] if self._config.use_dora else [])]
         missing = []
-        faults = _indexer_faults(list(modules))
+        indexers = []
+        faults = []
         shape_faults: list[str] = []
         for module, records in modules.items():
             unknown += [PREFIX + module + SUFFIXES[kind] for kind in records if kind not in kinds]
@@ -107,7 +108,7 @@ class AdapterFolder:
                 if {"lora_A", "lora_B"} <= set(records):
                     faults += self._take_fused(module, records)
             elif _INDEXER in module:
-                continue  # refused above
+                indexers.append(module)
             elif f"{module}.weight" in self._names.places and is_adaptable(self._names.places[f"{module}.weight"][0]):
                 entry, part = self._names.places[f"{module}.weight"]
                 self._parts.setdefault(entry.name, []).append(module)
@@ -119,13 +120,7 @@ class AdapterFolder:
             if not weight_modules[0].endswith(_FUSED):
                 absent = sorted(set(part_modules) - set(weight_modules))
                 missing += [PREFIX + module + SUFFIXES["lora_A"] for module in absent]
-        if missing:
-            faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
-        if unknown:
-            faults.append(
-                f"{len(unknown)} tensors adapt nothing in this model: {listed(unknown)}; adapters may be on the "
-                "projections of attention, dense layers and experts, but not on MTP layers"
-            )
+        faults += _name_faults(indexers, missing, unknown)
         if len(shape_faults) > 1:
             others = f"{len(shape_faults) - 1} more tensors have other shapes too"
             remedy = f"give the model that the adapter was trained on, and its own {CONFIG}"
@@ -248,16 +243,23 @@ class AdapterFolder:
                 matrix.copy_(self.merged(part.hf_name, matrix.float()))
 
 
+def _name_faults(indexers: list[str], missing: list[str], unknown: list[str]) -> list[str]:
+    """Return the faults of modules of indexers, and of missing and unknown tensors."""
+    faults = []
+    if indexers:
+        faults.append(
+            f"{len(indexers)} modules of indexers have adapters: {listed(indexers)}; indexers are frozen, so no "
+            "loss trains these adapters; train the adapter without wq_b, wk and weights_proj in target_modules"
+        )
+    if missing:
+        faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
+    if unknown:
+        faults.append(
+            f"{len(unknown)} tensors adapt nothing in this model: {listed(unknown)}; adapters may be on the "
+            "projections of attention, dense layers and experts, but not on MTP layers"
+        )
+    return faults
+
+
 def _fused_name(entry: HFEntry) -> str:
     return f"model.{entry.name}_proj"
-
-
-def _indexer_faults(modules: list[str]) -> list[str]:
-    """Return the fault of a folder with adapters of indexers."""
-    indexers = [module for module in modules if _INDEXER in module]
-    if not indexers:
-        return []
-    return [
-        f"{len(indexers)} modules of indexers have adapters: {listed(indexers)}; indexers are frozen, so no loss trains "
-        "these adapters; train the adapter without wq_b, wk and weights_proj in target_modules"
-    ]

@@ -1,15 +1,20 @@
 """Sparse attention equals `GlmMoeDsaForCausalLM` of transformers, and its parts equal plain formulas."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+from transformers.modeling_layers import MtpLayer
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer, GlmMoeDsaRMSNorm
 
 from glm46.compute.model import indexer, masked_attention, sparse_attention
 from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.attention_runs import plain_attention, plain_attention_backward
 from glm46.compute.model.indexer import Indexer, best_keys, choose_keys, index_scores, key_spans
-from glm46.compute.model.rope import rotate
+from glm46.compute.model.rope import rotary_tables, rotate
+from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.sparse_attention import SparseLatentAttention, chosen_attention
 from glm46.config.presets import PRESETS, indexer_types
 from glm46.run.context_keys import longest_masked
@@ -49,6 +54,7 @@ def reference_of(model):
             module.variance_epsilon = shape.rms_norm_eps
     targets = paired(reference)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     assert set(targets) == set(tensors)
     with torch.no_grad():
         for name, target in targets.items():
@@ -144,6 +150,45 @@ def test_logits_loss_and_every_gradient_equal_transformers(top_k, types, monkeyp
     errors = {name: relative_error(ours[name], theirs[name]) for name in ours}
     worst = max(errors, key=errors.get)
     assert errors[worst] < TOLERANCE, (worst, errors[worst])
+
+
+@pytest.mark.parametrize("top_k", [16, 40, 100])
+def test_a_prediction_layer_equals_the_pieces_of_transformers(top_k):
+    """Piece by piece: `MtpModel` cannot build the layer of this model."""
+    model = random_model(sparse_shape(index_topk=top_k, num_nextn_predict_layers=1), seed=1)
+    shape = model.shape
+    layers = shape.num_hidden_layers
+    reference = reference_of(model)
+    config = copy.deepcopy(reference.config)  # of one more layer, with an indexer and experts
+    config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+    config.indexer_types = [*config.indexer_types, "full"]
+    theirs = MtpLayer(config, GlmMoeDsaDecoderLayer, GlmMoeDsaRMSNorm, layers).float()
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        getattr(theirs.mtp_block.self_attn, name).variance_epsilon = shape.rms_norm_eps
+    ours = model.mtp["0"]
+    renamed = {"block.": "mtp_block.", "norm.": "post_norm."}
+    weights = {}
+    for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]:
+        ours_of = next((prefix for prefix in renamed if name.startswith(prefix)), None)
+        name = name.replace(".mlp.router.", ".mlp.gate.").replace(".experts.gate_up", ".experts.gate_up_proj")
+        name = name.replace(".experts.down", ".experts.down_proj")
+        weights[renamed[ours_of] + name.removeprefix(ours_of) if ours_of else name] = tensor
+    theirs.load_state_dict(weights)
+    generator = torch.Generator().manual_seed(2)
+    hidden, embedding = torch.randn(2, 2, LENGTH, shape.hidden_size, generator=generator).unbind()
+    positions = torch.arange(LENGTH).expand(2, -1)
+    mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
+    with torch.no_grad():
+        x = theirs.eh_proj(torch.cat([theirs.enorm(embedding), theirs.hnorm(hidden)], dim=-1))
+        rope = reference.model.rotary_emb(x, positions)
+        x, *_ = theirs.mtp_block(x, attention_mask=mask, position_embeddings=rope, position_ids=positions)
+        expected = theirs.post_norm(x)
+        tables = rotary_tables(positions, shape, torch.float32)
+        found, _ = ours(hidden, embedding, tables, None, None, RoutingOptions())
+        logits = model.lm_head(found)
+        expected_logits = reference.lm_head(expected)
+    assert relative_error(found, expected) < TOLERANCE
+    assert relative_error(logits, expected_logits) < TOLERANCE
 
 
 def packed(shape, lengths=(5, 31, 12, 22)):
