@@ -184,7 +184,7 @@ def test_a_prediction_layer_equals_the_pieces_of_transformers(top_k):
         x, *_ = theirs.mtp_block(x, attention_mask=mask, position_embeddings=rope, position_ids=positions)
         expected = theirs.post_norm(x)
         tables = rotary_tables(positions, shape, torch.float32)
-        found, _ = ours(hidden, embedding, tables, None, None, RoutingOptions())
+        found, *_ = ours(hidden, embedding, tables, None, None, RoutingOptions())
         logits = model.lm_head(found)
         expected_logits = reference.lm_head(expected)
     assert relative_error(found, expected) < TOLERANCE

@@ -461,7 +461,7 @@ def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated,
 def test_prompts_of_the_hub_are_fetched_before_they_are_checked(is_there, tmp_path, monkeypatch, capsys):
     prompts = Path(__file__).parents[4] / "train_configs" / "debug_short_answers.jsonl"
     place, asked, started = prompts if is_there else tmp_path / "none.jsonl", [], []
-    fetch = lambda stated, mark, option: asked.append((option, str(stated))) or place  # noqa: E731
+    fetch = lambda stated, mark, option, *_: asked.append((option, str(stated))) or place  # noqa: E731
     monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", fetch)
     run = lambda _, command, *rest: started.append(command) or End(2, is_final=True)  # noqa: E731
     monkeypatch.setattr(node_run, "run_ranks", run)

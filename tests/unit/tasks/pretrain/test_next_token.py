@@ -24,7 +24,7 @@ from glm46.tasks.pretrain.next_token import (
 
 def sums(loss: float, mtp: list[float], aux: tuple[float, float]) -> LossSums:
     empty = torch.zeros(0, 4, dtype=torch.int64)
-    return LossSums(torch.tensor(loss), torch.tensor(mtp), torch.tensor(aux), empty, empty[:, 0], empty)
+    return LossSums(torch.tensor(loss), torch.tensor(mtp), torch.tensor([*aux, 0.0, 0.0]), empty, empty[:, 0], empty)
 
 
 def test_parts_of_micro_batches_add_up_to_the_mean_of_the_step():
@@ -43,7 +43,7 @@ def test_a_step_without_any_target_has_loss_zero_not_nan():
 
 def test_weights_of_the_auxiliary_losses_follow_their_schedules():
     moe = MoEConfig(sequence_aux_loss_weight=((0, 0.1), (100, 0.3), (100, 0.0)), z_loss_weight=((50, 0.0), (150, 1.0)))
-    aux_losses = torch.tensor([20.0, 10.0])  # of 10 tokens: 2 and 1 for each
+    aux_losses = torch.tensor([20.0, 10.0, 0.0, 0.0])  # of 10 tokens: 2 and 1 for each
     found = [auxiliary_loss(aux_losses, 10, moe, clock).item() for clock in (0, 50, 99, 100, 150, 1000)]
     assert found == pytest.approx([0.2, 0.4, 2 * 0.298 + 0.49, 0.5, 1.0, 1.0], rel=1e-6)
 
