@@ -6,15 +6,13 @@ SHA-256 of each block of 16 KiB, then the SHA-256 of all bytes before. That is 0
 
 import hashlib
 
-import numpy as np
-
 from glm46.files.durable import FileRecord
 
 BLOCK_BYTES = 1 << 14
 """Bytes per digest, and the smallest range that is read."""
 LEAST_BYTES = 1 << 20
 """Smaller objects have no digests of blocks: they are read whole."""
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
 _SEAL_BYTES = 32
 BLOCKS = "blocks"
 
@@ -27,7 +25,7 @@ def blocks_name(name: str) -> str:
 
 def digest_of(block: bytes | memoryview) -> bytes:
     """Return the digest of one block."""
-    return hashlib.sha256(block).digest()[:_DIGEST_BYTES]
+    return hashlib.sha256(block).digest()[:DIGEST_BYTES]
 
 
 class BlockDigests:
@@ -68,7 +66,7 @@ def decoded(content: bytes, length: int, sha256: str | None) -> bytes | None:
     if hashlib.sha256(body).digest() != content[-_SEAL_BYTES:] or sha256 not in (None, body[:_SEAL_BYTES].hex()):
         return None
     digests = body[_SEAL_BYTES:]
-    return digests if len(digests) == _DIGEST_BYTES * -(-length // BLOCK_BYTES) else None
+    return digests if len(digests) == DIGEST_BYTES * -(-length // BLOCK_BYTES) else None
 
 
 def first_other_block(data: bytes, digests: bytes) -> int | None:
@@ -76,12 +74,7 @@ def first_other_block(data: bytes, digests: bytes) -> int | None:
     None if all have it."""
     view = memoryview(data)
     for number, start in enumerate(range(0, len(view), BLOCK_BYTES)):
-        expected = digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
+        expected = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
         if digest_of(view[start : start + BLOCK_BYTES]) != expected:
             return number
     return None
-
-
-def digests_between(digests: np.ndarray, first: int, stop: int) -> bytes:
-    """Return the digests of some of the blocks. ``digests``: of all blocks, uint8."""
-    return digests[_DIGEST_BYTES * first : _DIGEST_BYTES * stop].tobytes()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
 from glm46.config.rules_layout import STATE_BLOCK
-from glm46.run.parameters import Head, adapter_rows, named_rows
+from glm46.run.parameters import Head, adapter_rows, is_frozen, named_rows
 from glm46.run.plan import Plan
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -45,6 +45,9 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
             frozen = [row for name, row in trained.items() if not name.startswith("mtp.")]
             frozen_bytes += sum(row.numel(shape) for row in frozen) * WIDTHS[plan.config.training.mixed_precision_param]
             trained = {name: row for name, row in trained.items() if name.startswith("mtp.")}
+        frozen = [row for row in trained.values() if is_frozen(row, plan.indexer_training)]
+        frozen_bytes += sum(row.numel(shape) for row in frozen) * WIDTHS[plan.config.training.mixed_precision_param]
+        trained = {name: row for name, row in trained.items() if not is_frozen(row, plan.indexer_training)}
         num_weights += sum(row.numel(shape) for row in trained.values())
         num_states += sum(row.numel(shape) * row.states(optimizer) for row in trained.values())
     return CheckpointSize(

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from glm46.config.adapter import BASE_FORMATS, AdapterConfig, AdapterTarget
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 
@@ -407,6 +408,13 @@ _SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys
 )
 _SCOPES["mtp"] = "mtp"
 _BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER_PARAMETERS, *_SCALES.values())}
+
+
+def is_frozen(row: Parameter, indexers: IndexerTraining) -> bool:
+    """Return whether a run that trains this of sparse attention freezes a parameter. Buffers are not frozen."""
+    if row.part == "indexer":
+        return indexers == "frozen"
+    return indexers == "alone" and row.optimizer is not None
 
 
 def find_parameter(name: str) -> Parameter:

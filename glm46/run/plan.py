@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
@@ -65,6 +66,13 @@ class Plan:
     def trains_only_indexers(self) -> bool:
         """True if the run never trains anything else."""
         return all(stage.indexer == "alone" for stage in self.text_stages)
+
+    @property
+    def indexer_training(self) -> IndexerTraining:
+        """What the run trains over all stages, as if it were one stage."""
+        if self.trains_only_indexers:
+            return "alone"
+        return "joint" if self.trains_indexers else "frozen"
 
     @property
     def sparse_calls(self) -> int:

@@ -47,7 +47,7 @@ class MTPLayer(nn.Module):
             sparse: see `TransformerBlock.forward`.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        output: LayerOutput = self.block(x, rope, layout, is_real, options, sparse=sparse)
+        output: LayerOutput = self.block(x, rope, layout, is_real, options, None, sparse)
         return output._replace(hidden=self.norm(output.hidden))
 
 

@@ -17,7 +17,7 @@ from glm46.files.durable import FileRecord, create_durably, hash_file
 from glm46.files.file_content import known_fault, read_json_object
 from glm46.files.regular_file import is_file_name, read_regular
 from glm46.files.store import linked_object
-from glm46.files.store_ranges import stated_sha256
+from glm46.files.store_links import stated_sha256
 from glm46.files.threads import map_in_threads
 
 if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported

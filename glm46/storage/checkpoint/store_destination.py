@@ -12,7 +12,8 @@ from glm46.files.block_digests import LEAST_BYTES, blocks_name
 from glm46.files.durable import FileRecord
 from glm46.files.store import OBJECTS_AT_ONCE, Store
 from glm46.files.store_lease import Lease
-from glm46.files.store_ranges import Span, link_ranges, range_file
+from glm46.files.store_links import link_ranges
+from glm46.files.store_ranges import Span, range_file
 from glm46.files.tensor_file import Record, spans_of
 from glm46.files.threads import map_in_threads
 from glm46.storage.checkpoint.dcp import NeededPart, needed_parts

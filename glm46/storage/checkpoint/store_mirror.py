@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from glm46.config.errors import UserError
 from glm46.config.store_address import is_store_address, store_url
 from glm46.files.store import Store, StoredObject, fetch_links, link, mark_mirror, store_of
-from glm46.files.store_ranges import remove_ranges
+from glm46.files.store_links import remove_ranges
 from glm46.storage.checkpoint.integrity import (
     MANIFEST,
     META,

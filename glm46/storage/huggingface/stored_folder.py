@@ -18,7 +18,7 @@ from glm46.files.block_digests import LEAST_BYTES
 from glm46.files.durable import hash_file
 from glm46.files.lock import FileLock
 from glm46.files.store import OBJECTS_AT_ONCE, Store, StoredObject
-from glm46.files.store_ranges import limit_ranges, limited_bytes, link_ranges
+from glm46.files.store_links import limit_ranges, limited_bytes, link_ranges
 from glm46.files.threads import map_in_threads
 from glm46.storage.checkpoint.integrity import MANIFEST, read_manifest, records_of
 

@@ -12,7 +12,8 @@ from glm46.files import store_ranges
 from glm46.files.block_digests import BLOCK_BYTES, LEAST_BYTES, blocks_name
 from glm46.files.durable import hash_file
 from glm46.files.store import Store, StoreError
-from glm46.files.store_ranges import limit_ranges, limited_bytes, link_ranges, range_file, remove_ranges
+from glm46.files.store_links import limit_ranges, limited_bytes, link_ranges, remove_ranges
+from glm46.files.store_ranges import range_file
 from glm46.files.threads import map_in_threads
 
 memory = pytest.importorskip("fsspec.implementations.memory", reason="not installed; pip install '.[cloud]'")

@@ -12,7 +12,7 @@ from glm46.commands.prepare import prepare_command
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.files import store as store_module
-from glm46.files import store_ranges
+from glm46.files import store_links, store_ranges
 from glm46.files.block_digests import BLOCK_BYTES
 from glm46.files.store import Store
 from glm46.files.tensor_file import TensorFile, read_records
@@ -96,7 +96,7 @@ def test_a_run_on_a_cache_smaller_than_its_text_reads_the_same_rows(packing, url
     assert train(loaded) == 0
     assert train(local) == 0
     assert losses(loaded) == losses(local) and len(losses(local)) == 3
-    assert 0 < store_ranges.limited_bytes(cache_folder(url).parents[1]) <= size // 3 + BLOCK_BYTES
+    assert 0 < store_links.limited_bytes(cache_folder(url).parents[1]) <= size // 3 + BLOCK_BYTES
 
 
 def test_a_cold_start_reads_a_row_without_the_rest_of_the_text(url, shards, fetched, monkeypatch, capsys):
