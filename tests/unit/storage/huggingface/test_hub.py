@@ -192,7 +192,7 @@ HF = "hf://owner/name"
 )
 def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path, capsys):
     asked = []
-    fetch = lambda stated, files, option: asked.append((str(stated), option)) or tmp_path / "in_the_cache"  # noqa: E731
+    fetch = lambda stated, files, option, *_: asked.append((str(stated), option)) or tmp_path / "in_the_cache"  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.chdir(tmp_path)
     Path("b").mkdir()  # with what is read before anything is fetched
@@ -243,7 +243,7 @@ initial_load_in_hf = true
 @pytest.mark.slow
 def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tmp_path):
     asked, started, prepared = [], [], []
-    fetch = lambda stated, mark, key: asked.append((key, mark.kind, stated)) or tmp_path / mark.kind  # noqa: E731
+    fetch = lambda stated, mark, key, *_: asked.append((key, mark.kind, stated)) or tmp_path / mark.kind  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.setattr(one_node, "refuse_start", lambda *_: None)  # which would read the folder
     monkeypatch.setattr(node_run, "_prepare", lambda plan: prepared.append(plan.config))
@@ -287,7 +287,7 @@ def test_a_run_keeps_the_ids_that_were_stated_and_resumes_with_another_cache(
     assert "resumed after step 1" in (tmp_path / "out/log.txt").read_text()
     assert "tokenizer_path" not in (tmp_path / "out/log.txt").read_text().split("changed      since")[-1]
     asked = []
-    fetch = lambda stated, mark, _: asked.append((str(stated), mark.kind)) or places[2] / "t.tiktoken"  # noqa: E731
+    fetch = lambda stated, mark, *_: asked.append((str(stated), mark.kind)) or places[2] / "t.tiktoken"  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     shutil.rmtree(tmp_path / "one")
     assert (
