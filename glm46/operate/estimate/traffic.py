@@ -250,10 +250,10 @@ class _Step(MicroBatchTraffic):
             yield Call(axis, "all_reduce", "gradient norm", 1, FP32)
         yield Call("pp", "all_reduce", "gradient norm", 1, FP32)
         # Without preferences: loss, and of each prediction depth loss, accepted drafts and accepted runs. With
-        # preferences: loss, correct order or divergence, sum of chosen halves, and two values of each half. Both: two
-        # auxiliary losses, norm.
+        # preferences: loss, correct order or divergence, sum of chosen halves, and two values of each half. Both: four
+        # auxiliary losses, the norms of the gradients of indexers and of the rest.
         loss_sums = 1 + 3 * self.depths if self.config.preference is None else 7
-        sums = (loss_sums + 3) * FP64
+        sums = (loss_sums + 6) * FP64
         routers = sum(layer_counts(self.shape)[1:])
         counts = routers * (self.shape.n_routed_experts + 1) * INDEX
         for what, size in (("sums of the step", sums), ("tokens of each expert", counts)):
