@@ -147,7 +147,7 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
         batch, rewards = make_samples(layout)
         (batch,) = prepared([batch], *rewards, rl, LONGEST)
         is_real = batch["document_ids"] >= 0
-        weights = torch.tensor(AUX_WEIGHTS[0]) / int(is_real.sum())
+        weights = torch.tensor([*AUX_WEIGHTS[0], 1.0, 0.0]) / int(is_real.sum())  # no index losses here
         for of, objective in objectives_of(dict.fromkeys(models, network), rl).items():
             model = models[of]
             names = ["input_ids", "positions", "labels"]
