@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def indexer_training(self) -> IndexerTraining:
-        """What the run trains over all stages, as if it were one stage."""
+        """Value of `indexer.train` of a run that trains in one stage what this one trains in all of its stages."""
         if self.trains_only_indexers:
             return "alone"
         return "joint" if self.trains_indexers else "frozen"

@@ -5,13 +5,14 @@ as in the model: D hidden, H and K query and key heads, C head width, F expert w
 element has `width` bytes in the compute type, 4 bytes in FP32, and 8 bytes as an index.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from glm46.config.adapter import BASE_FORMATS
+from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.run.context_keys import SparseForm
-from glm46.run.parameters import DECODED_AT_ONCE, Parameter
+from glm46.run.parameters import DECODED_AT_ONCE, Parameter, in_base_dtype, is_frozen
 
 FP32 = 4
 INDEX = 8
@@ -50,6 +51,16 @@ class Frozen:
             passes = 5 * FP32 + width
             kernels = 4 * ceil(weights / DECODED_AT_ONCE)
         return weights * (base.bits / 8 + base.scale_bytes / base.columns + passes), kernels
+
+
+def rows_of_run(
+    rows: list[Parameter], shape: ModelShape, frozen: Frozen | None, indexers: IndexerTraining
+) -> list[Parameter]:
+    """Return rows as a run holds them, frozen with the adapters of ``frozen``, or trained."""
+    if frozen is None:
+        return [replace(row, is_frozen=True) if is_frozen(row, indexers) else row for row in rows]
+    base = in_base_dtype(rows, shape, frozen.base_dtype)
+    return [*(replace(row, is_frozen=True) if row.optimizer else row for row in base), *frozen.adapters]
 
 
 def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:

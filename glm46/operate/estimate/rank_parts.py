@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 from glm46.config.indexer import IndexerTraining
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
-from glm46.operate.estimate.activations import Frozen
+from glm46.operate.estimate.activations import Frozen, rows_of_run
 from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh, longest_form
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
-from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, is_frozen, layer_rows, part_rows
+from glm46.run.parameters import Parameter, adapter_layer, layer_rows, part_rows
 from glm46.run.plan import Plan, unsharded_kinds
 from glm46.run.stages import split_layers, stages_of_rank
 
@@ -97,7 +97,7 @@ class StagePart:
         has_indexer = [self.has_indexer(index, shape) for index in range(len(self.blocks))]
         kinds = list(zip(self.blocks, has_indexer, self.frozen or (None,) * len(self.blocks), strict=True))
         rows = {
-            kind: _of_run(layer_rows(shape, kind[0], has_indexer=kind[1]), shape, kind[2], self.indexers)
+            kind: rows_of_run(layer_rows(shape, kind[0], has_indexer=kind[1]), shape, kind[2], self.indexers)
             for kind in dict.fromkeys(kinds)
         }
         return [rows[kind] for kind in kinds]
@@ -108,21 +108,11 @@ class StagePart:
         first = self.frozen[0] if self.frozen else None
         # In the base of adapters, as the layers are; the adapters themselves belong to layers.
         base = None if first is None else replace(first, adapters=())
-        return _of_run(part_rows(shape, *names), shape, base, self.indexers)
+        return rows_of_run(part_rows(shape, *names), shape, base, self.indexers)
 
     def rows(self, shape: ModelShape) -> list[Parameter]:
         """Return all parameters and buffers of the stage."""
         return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
-
-
-def _of_run(
-    rows: list[Parameter], shape: ModelShape, frozen: Frozen | None, indexers: IndexerTraining
-) -> list[Parameter]:
-    """Return rows as a run holds them, frozen with the adapters of ``frozen``, or trained."""
-    if frozen is None:
-        return [replace(row, is_frozen=True) if is_frozen(row, indexers) else row for row in rows]
-    rows = in_base_dtype(rows, shape, frozen.base_dtype)
-    return [*(replace(row, is_frozen=True) if row.optimizer else row for row in rows), *frozen.adapters]
 
 
 def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
