@@ -84,9 +84,9 @@ class Pretraining(Task):
             shards = [(shard.sha256, shard.tokens) for shard in manifest.splits["train"].shards]
             identity.append([source.name, source.weight, source.packing, shards])
         if config.data.stages:
-            # The shape of a stage does not decide which text is read.
+            # The shape of a stage, and what it trains, do not decide which text is read.
             stages = [stage._asdict() for stage in self.plan.text_stages]
-            identity.append([{key: stage[key] for key in stage if key != "shape"} for stage in stages])
+            identity.append([{key: stage[key] for key in stage if key not in ("shape", "indexer")} for stage in stages])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def state(self, progress: Progress) -> dict[str, Any]:
