@@ -13,6 +13,7 @@ import torch
 from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.attention_layout import attention_layout
+from glm46.compute.model.sparse_attention import SparseState
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.compact_state import copy_states, state_parts
 from glm46.compute.optim.optimizers import build_optimizers
@@ -98,6 +99,15 @@ def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", adapter=None, 
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def keep_choice(layer, arguments):
+        # `checkpoint` keeps a tuple of tensors itself, without the hooks.
+        for state in arguments:
+            if isinstance(state, SparseState) and state.keys is not None:
+                keep(state.keys)
+
+    if checkpointing != "none":
+        for layer in model.layers.values():
+            layer.register_forward_pre_hook(keep_choice)
     ids = torch.randint(0, shape.vocab_size, (4, 128))
     further = ids.unsqueeze(1).expand(-1, shape.num_nextn_predict_layers, -1) if mtp else None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
