@@ -282,7 +282,7 @@ def test_worker_waits_no_longer_for_a_trainer_that_is_stopped(monkeypatch, where
 
 def test_server_whose_store_does_not_start_in_time_is_excluded_and_comes_back(stubs, monkeypatch):
     """As on a machine under load: the client of the trainer's own store waits in vain for its server."""
-    store, failures = weight_group.dist.TCPStore, iter([True])
+    store, failures = weight_group.TCPStore, iter([True])
 
     def start(*arguments, **keywords):
         if next(failures, False):
@@ -290,7 +290,7 @@ def test_server_whose_store_does_not_start_in_time_is_excluded_and_comes_back(st
             raise weight_group.dist.DistNetworkError("The client socket has timed out after 500ms")
         return store(*arguments, **keywords)
 
-    monkeypatch.setattr(weight_group.dist, "TCPStore", start)
+    monkeypatch.setattr(weight_group, "TCPStore", start)
     sent = Sent(stubs[:1])
     sent.update(1)
     assert "timed out after 500ms" in sent.lines[0] and "generates with version 1" in sent.lines[-1]
