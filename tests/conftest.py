@@ -22,6 +22,8 @@ EVERY = {
     "test_hf_ranks::test_every_mesh_reads_and_writes_the_same_folder": 0,
     "test_launch::test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on": 0,
     "test_launch::test_a_killed_rank_starts_all_hosts_again": 0,
+    "test_index_learning::test_a_sparse_model_ends_as_good_as_a_dense_one": 0,
+    "test_index_stages::test_a_run_that_stops_in_any_stage_changes_no_bit": 5,
     "test_interrupts::test_a_signal_ends_all_that_was_started": 9,
     "test_interrupts::test_a_signal_that_comes_before_python_listens_is_not_lost": 3,
     "test_launch::test_a_failing_rank_ends_the_run_with_its_traceback": 0,
