@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
 from glm46.operate.launch.train_rank import train
 from tests.builders import metric_rows, small_config
@@ -110,3 +111,17 @@ def test_a_run_that_stops_in_any_stage_changes_no_bit(ranks, whole, source_folde
     assert computed(tmp_path) == computed(whole)
     for step in range(stop_after + 1, STEPS + 1):
         assert hashes(tmp_path, step) == hashes(whole, step)
+
+
+def test_states_of_weights_that_an_earlier_run_had_frozen_are_refused_with_the_remedy(source_folder, tmp_path):
+    def run(name: str, training: str, **checkpoint: object) -> int:
+        tables = {"model": SPARSE, "indexer": {"train": training}, "training": {"steps": 1}}
+        return train(small_config(source_folder, tmp_path / name, checkpoint=checkpoint, **tables))
+
+    assert run("first", "frozen") == 0
+    step = {"initial_load_path": str(tmp_path / "first/checkpoint/step-000001")}
+    with pytest.raises(
+        UserError, match=r"lacks optimizer\.\S+indexer\S+ .* set checkpoint.initial_load_model_only = true"
+    ):
+        run("second", "joint", **step)
+    assert run("second", "joint", **step, initial_load_model_only=True) == 0

@@ -256,6 +256,7 @@ SHOWN: tuple[Shown, ...] = (
     Shown("draft_acceptance_ratio", "drafts kept {:4.0%}"),
     Shown("mfu", "mfu {:5.1%}", "MFU", starts_at_zero=True),
     Shown("mtp_loss", "mtp {:7.4f}", "Loss of prediction layers"),
+    Shown("index_loss", "index {:7.4f}", "Loss of indexers", starts_at_zero=True),
     Shown("expert_balance_cv", "balance {:5.2f}", "Deviation of tokens per expert", starts_at_zero=True),
     Shown("memory_peak_gib/max", "GiB {:5.1f}"),
 )
@@ -276,6 +277,7 @@ MOST_IMPORTANT = (
     "lr",
     "mfu",
     "memory_peak_gib/max",
+    "index_loss",
     "mtp_loss",
     "mismatch_kl",
     "expert_balance_cv",

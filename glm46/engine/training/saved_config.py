@@ -118,17 +118,24 @@ def explain_load_faults(faults: Sequence[str], config: RunConfig, folder: Path) 
     # Keys of these tables explain only faults of the tensors whose names hold this text; other keys explain any fault.
     tensors_of_table = {"optimizer": "optimizer.", "moe": "balance."}
     keys = [key for key in TENSOR_KEYS if tensors_of_table.get(key.partition(".")[0], "") in text]
+    is_initial = folder == config.checkpoint.initial_load_folder
     if folder == config.checkpoint.load_folder:
         remedy = CONTINUE_REMEDY
-    elif folder == config.checkpoint.initial_load_folder:
+    elif is_initial:
         remedy = INITIAL_REMEDY
     else:
         # Under [adapter], `initial_load_path` is the base.
         rest = "" if config.adapter else ", with checkpoint.initial_load_path to load what matches"
         remedy = f"restore it, or begin anew with another job.dump_folder{rest}"
     causes = [f"{line}; {remedy}" for line in differences(tuple(keys), config, folder)]
-    if causes and folder != config.checkpoint.initial_load_folder:
+    if causes and not is_initial:
         return causes
+    if is_initial and not causes and all(": lacks optimizer." in fault for fault in faults):
+        # The earlier run did not train these weights, such as indexers.
+        return [
+            f"checkpoint.initial_load_path = {config.checkpoint.initial_load_path!r}: {faults[0]}, and "
+            f"{len(faults) - 1} more optimizer states of this run; set checkpoint.initial_load_model_only = true"
+        ]
     more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []
     if folder == config.checkpoint.load_folder:
         key = f"checkpoint.load_path = {config.checkpoint.load_path!r}"

@@ -61,9 +61,10 @@ class DataStream:
         window, scaling = describe_attention(stage.shape)
         is_plain = all(describe_attention(other.shape) == ("none", "none") for other in stages)
         attention = "" if is_plain else f"window {window}, RoPE scaling {scaling}, "
+        trained = f"indexers {stage.indexer}, " if self._plan.trains_indexers else ""
         return (
             f"stage {stages.index(stage) + 1} of {len(stages)}: {stage.seq_len:,} tokens per sequence, "
-            f"{attention}{mixture}; "
+            f"{attention}{trained}{mixture}; "
             f"samples {stage.first:,} {'on' if stage.stop is None else f'to {stage.stop - 1:,}'}"
         )
 
