@@ -7,7 +7,7 @@ tests/ranks. There is none above these two, so that tests/architecture loads not
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,20 @@ def write_source(folder: Path, tokenizer: Tokenizer, *, documents: int = 60, fac
     return folder
 
 
+def write_tokens(folder: Path, tokenizer: Tokenizer, documents: dict[str, Iterable[Any]]) -> Path:
+    """A prepared source of these documents, for each split arrays of tokens that end with the end of a document. Each
+    token counts as one byte of text."""
+    splits = {}
+    for name, tokens_of_documents in documents.items():
+        writer = SplitWriter(folder, name, {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)})
+        for tokens in tokens_of_documents:
+            size = np.array([len(tokens)])
+            writer.add({"tokens": tokens, "doc_ends": size, "text_bytes": size}, np.array([True]))
+        splits[name] = writer.finish()
+    save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
+    return folder
+
+
 @contextmanager
 def folder_with_source() -> Iterator[tuple[Path, Path]]:
     """A temporary folder, and the source of `write_source` in it."""
@@ -122,6 +136,18 @@ def metric_rows(folder: Path | str, column: str | None = None) -> list[dict[str,
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     rows = [json.loads(line) for line in lines]
     return [row for row in rows if column is None or column in row]
+
+
+def computed_rows(folder: Path | str, *others: str) -> list[dict[str, Any]]:
+    """The rows of `metric_rows` without columns that tell of the machine or of this attempt, not of what was computed.
+
+    ``others``: ends of further names of columns to exclude.
+    """
+    excluded = ("seconds", "second", "device", "mfu", "gib", "overhead_ratio", "extreme_rank", *others)
+    return [
+        {name: value for name, value in row.items() if not name.partition("/")[0].endswith(excluded)}
+        for row in metric_rows(folder)
+    ]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
 from glm46.operate.launch.train_rank import train
-from tests.builders import metric_rows, small_config
+from tests.builders import computed_rows, small_config
 from tests.harness import run_ranks
 from tests.step_tensors import tensor_hashes
 
@@ -27,7 +27,6 @@ STEPS = 6
 STEP_TOKENS = 64
 TRAINED = ["alone", "alone", "joint", "joint", "frozen", "frozen"]
 """By step."""
-OF_THE_ATTEMPT = ("seconds", "second", "device", "mfu", "gib", "overhead_ratio", "extreme_rank")
 
 
 def staged(source: Path, folder: Path) -> RunConfig:
@@ -46,17 +45,9 @@ def staged(source: Path, folder: Path) -> RunConfig:
         optimizer={"name": "Muon", "lr": 1e-2},
         moe={"balance": "proportional", "bias_update_rate": 0.01},
         validation={"enable": True, "freq": 1, "steps": 1},
-        # Waited for: a save behind training is left out while the one before is under way.
+        # Not in the background, where a save that is due during the previous one is skipped: each step is needed.
         checkpoint={"interval": 1, "keep_latest_k": 0, "async_mode": "disabled"},
     )
-
-
-def computed(folder: Path) -> list[dict]:
-    """The rows of metrics without what differs between attempts."""
-    return [
-        {k: v for k, v in row.items() if not k.partition("/")[0].endswith(OF_THE_ATTEMPT)}
-        for row in metric_rows(folder)
-    ]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -79,7 +70,7 @@ def hashes(folder: Path, step: int) -> dict[str, str]:
 
 def test_a_stage_changes_what_it_trains_and_nothing_else(whole):
     """Also of the states of the optimizer, and of the balance of experts."""
-    rows = {row["step"]: row for row in computed(whole) if "loss" in row}
+    rows = {row["step"]: row for row in computed_rows(whole) if "loss" in row}
     for step, training in enumerate(TRAINED, 1):
         assert ("index_loss" in rows[step], "index_mass" in rows[step]) == (training != "frozen", training == "alone")
         if step == 1:  # no checkpoint has what was before
@@ -108,7 +99,7 @@ def test_a_run_that_stops_in_any_stage_changes_no_bit(ranks, whole, source_folde
     shutil.copy(whole / "metrics.jsonl", tmp_path)
     assert run_ranks(train, ranks, staged(source_folder, tmp_path)) == [0] * ranks
     assert f"resumed after step {stop_after}," in (tmp_path / "log.txt").read_text()
-    assert computed(tmp_path) == computed(whole)
+    assert computed_rows(tmp_path) == computed_rows(whole)
     for step in range(stop_after + 1, STEPS + 1):
         assert hashes(tmp_path, step) == hashes(whole, step)
 

@@ -34,7 +34,7 @@ from glm46.engine.training import build, loop
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.checkpoint.manager import CheckpointManager
-from tests.builders import metric_rows, small_config
+from tests.builders import computed_rows, small_config
 from tests.harness import Ranks, call, die_in_sync, this_rank
 from tests.processes import HANG_SECONDS, PROGRAM_SECONDS, children_of, is_alive, wait_until
 from tests.step_tensors import tensor_hashes
@@ -42,11 +42,6 @@ from tests.step_tensors import tensor_hashes
 SECONDS_TO_END = 10
 """For a rank whose neighbour is gone, before it is killed. In a collective gloo notices at once; while connections are
 made nobody can. torchrun gives it thirty."""
-
-# Columns that tell of the machine or of this attempt, not of what was computed.
-OF_THE_ATTEMPT = (
-    "seconds", "second", "device", "mfu", "gib", "failed_saves", "overhead_ratio", "extreme_rank",
-)  # fmt: skip
 
 
 def train_until_sync(config, base: Path, fatal_syncs: tuple[int, int]) -> None:
@@ -147,10 +142,7 @@ def ask_to_stop(config, base: Path, chance: random.Random) -> tuple[Ranks, list[
 
 def computed(config) -> list[dict]:
     """What each step computed."""
-    return [
-        {k: v for k, v in row.items() if not k.partition("/")[0].endswith(OF_THE_ATTEMPT)}
-        for row in metric_rows(config.job.dump_folder, "loss")
-    ]
+    return [row for row in computed_rows(config.job.dump_folder, "failed_saves") if "loss" in row]
 
 
 def disturb(config, base: Path, by: str, most: int, chance: random.Random) -> Counter:

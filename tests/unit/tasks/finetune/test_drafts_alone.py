@@ -12,10 +12,8 @@ from glm46.engine.inference.generation import Continuation, Generation, decoder_
 from glm46.engine.inference.sampling import Sampling
 from glm46.operate.launch.train_rank import train
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.storage.prepare.sharding import SplitWriter, save_manifest
-from tests.builders import small_config
+from tests.builders import small_config, write_tokens
 from tests.step_tensors import step_tensors
 
 DEPTHS = 3
@@ -31,16 +29,8 @@ TUNED_TEXT = "class Thing_{number}:\n    size = {number} * 2\n\n"
 def write_documents(folder: Path, tokenizer: Tokenizer, documents: list[list[int]]) -> Path:
     """A prepared source of these documents; the first ones are held out too."""
     folder.mkdir()
-    splits = {}
-    for name, tokens_of_documents in (("train", documents), ("validation", documents[:6])):
-        writer = SplitWriter(folder, name, {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)})
-        for tokens in tokens_of_documents:
-            ended = np.append(tokens, tokenizer.eos_id).astype(np.uint32)
-            size = np.array([len(ended)])
-            writer.add({"tokens": ended, "doc_ends": size, "text_bytes": size}, np.array([True]))
-        splits[name] = writer.finish()
-    save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
-    return folder
+    ended = [np.append(tokens, tokenizer.eos_id).astype(np.uint32) for tokens in documents]
+    return write_tokens(folder, tokenizer, {"train": ended, "validation": ended[:6]})
 
 
 def run(folder: Path, source: Path, start: Path | None = None, *, steps: int = STEPS, **tables) -> Path:

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from glm46.operate.launch.train_rank import train
-from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.storage.prepare.sharding import SplitWriter, save_manifest
-from tests.builders import metric_rows, small_config
+from tests.builders import metric_rows, small_config, write_tokens
 
 TOKENIZER = "train_configs/bytes.tiktoken"
 SYMBOLS, PERIOD, LENGTH, ROWS = 32, 32, 96, 16
@@ -33,17 +31,13 @@ def write_repeats(folder: Path, seed: int) -> Path:
     """A prepared source of documents that repeat their beginning."""
     generator = np.random.default_rng(seed)
     tokenizer = load_tokenizer(TOKENIZER)
-    splits = {}
-    for name, count in (("train", ROWS * (DENSE_STEPS + ALONE_STEPS + JOINT_STEPS + 1)), ("validation", 8 * ROWS + 1)):
-        writer = SplitWriter(folder, name, {"tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)})
-        for _ in range(count):
-            symbols = np.resize(generator.integers(0, SYMBOLS, PERIOD), LENGTH - 1)
-            tokens = np.append(symbols, tokenizer.eos_id).astype(np.uint32)
-            piece = {"tokens": tokens, "doc_ends": np.array([LENGTH]), "text_bytes": np.array([LENGTH])}
-            writer.add(piece, np.array([True]))
-        splits[name] = writer.finish()
-    save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
-    return folder
+
+    def document() -> np.ndarray:
+        symbols = np.resize(generator.integers(0, SYMBOLS, PERIOD), LENGTH - 1)
+        return np.append(symbols, tokenizer.eos_id).astype(np.uint32)
+
+    rows = {"train": ROWS * (DENSE_STEPS + ALONE_STEPS + JOINT_STEPS + 1), "validation": 8 * ROWS + 1}
+    return write_tokens(folder, tokenizer, {name: [document() for _ in range(count)] for name, count in rows.items()})
 
 
 @pytest.mark.slow
